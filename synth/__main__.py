@@ -1,0 +1,6 @@
+"""``python -m synth``."""
+
+from synth.cli import main
+
+if __name__ == "__main__":  # worker processes import this module
+    main()

@@ -1,0 +1,1 @@
+"""What exists, as data with typed access: models and shapes, devices, tactics."""

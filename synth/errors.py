@@ -1,0 +1,18 @@
+"""Errors that a person can act on: one line, the place, the way out."""
+
+from __future__ import annotations
+
+
+class SynthError(Exception):
+    """Bad input. The message is one line that names the file, row or option and the way out.
+
+    The command line prints it without a traceback and exits with code 2.
+    """
+
+
+class MissingDependencyError(SynthError):
+    """An optional package that this command needs is not installed."""
+
+
+class UnsupportedShapeError(SynthError):
+    """FlashInfer has no kernel for this shape under this quantization."""
