@@ -1,0 +1,1 @@
+"""What FlashInfer asks of a tuning config; the only package that knows FlashInfer."""
