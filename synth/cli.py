@@ -1,0 +1,696 @@
+"""The command line. Every command imports what it needs when it runs, so that ``--help`` is quick."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import click
+
+from synth import __version__
+from synth.errors import SynthError
+
+if TYPE_CHECKING:
+    from synth.catalog.devices import Device
+    from synth.catalog.shapes import Deployment, Model
+    from synth.emitting import Emission, Source
+    from synth.measurements import Timings
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_QUANTS = ("bf16", "fp8", "nvfp4", "mxfp8_mxfp4")
+_ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "situ", "relu2")
+
+
+class _Group(click.Group):
+    """Prints a :class:`SynthError` as one line and exits with 2."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except SynthError as e:
+            _fail(str(e))
+        except BrokenPipeError:
+            sys.stderr.close()
+            sys.exit(1)
+        except KeyboardInterrupt:
+            click.echo("interrupted", err=True)
+            sys.exit(130)
+
+
+def _fail(message: str) -> NoReturn:
+    click.echo(f"error: {' '.join(message.split())}", err=True)
+    sys.exit(2)
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__, prog_name="synth")
+def main() -> None:
+    """Tuning configs for FlashInfer's MoE kernels, from a few real timings.
+
+    \b
+    synth fit                           fit the shipped timings (and your own) into models
+    synth emit --device "NVIDIA H200"   write the config that FlashInfer loads
+    """
+
+
+def _folders(command: F) -> F:
+    command = click.option(
+        "--measurements",
+        "own_measurements",
+        type=click.Path(path_type=Path),
+        envvar="SYNTH_MEASUREMENTS",
+        help="Folder of your own timings, read beside the shipped ones.",
+    )(command)
+    return click.option(
+        "--models",
+        "own_models",
+        type=click.Path(path_type=Path),
+        envvar="SYNTH_MODELS",
+        help="Folder of your own fitted models.",
+    )(command)
+
+
+_json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+_flashinfer_option = click.option("--flashinfer", default="0.7.4", show_default=True, help="FlashInfer version.")
+
+
+def layer_options(command: F) -> F:
+    """Add the options that narrow the catalogue, or give a layer by hand or by its config.json."""
+    options = [
+        click.option("--model", "model_names", multiple=True, help="A model of the catalogue, or a label such as glm-5-tp8; may be repeated."),
+        click.option("--tp", type=click.IntRange(1), help="Tensor-parallel size of the experts."),
+        click.option("--ep", type=click.IntRange(1), help="Expert-parallel size."),
+        click.option("--quant", type=click.Choice(_QUANTS), help="Quantization."),
+        click.option("--config", "config_file", type=click.Path(path_type=Path), help="A model's config.json."),
+        click.option("--hidden", type=click.IntRange(1), help="By hand: hidden size."),
+        click.option("--inter", type=click.IntRange(1), help="By hand: intermediate size of one expert, undivided."),
+        click.option("--experts", type=click.IntRange(1), help="By hand: routed experts, undivided."),
+        click.option("--top-k", type=click.IntRange(1), help="By hand: experts per token."),
+        click.option("--activation", type=click.Choice(_ACTIVATIONS), help="By hand: activation.  [default: swiglu]"),
+        click.option("--name", help="By hand: what to call the model."),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def wanted_layers(
+    quants: Sequence[str],
+    *,
+    model_names: Sequence[str],
+    tp: int | None,
+    ep: int | None,
+    quant: str | None,
+    config_file: Path | None,
+    hidden: int | None,
+    inter: int | None,
+    experts: int | None,
+    top_k: int | None,
+    activation: str | None,
+    name: str | None,
+) -> list[Deployment]:
+    """Return the deployments that the layer options ask for, each in a quantization of `quants`."""
+    from synth.catalog.shapes import find_layer, load_models, model_from_config, select
+
+    by_hand = {"--hidden": hidden, "--inter": inter, "--experts": experts, "--top-k": top_k}
+    given = [option for option, value in by_hand.items() if value is not None]
+    ways = [bool(model_names), config_file is not None, bool(given)]
+    if sum(ways) > 1:
+        raise SynthError("give a layer in one way: --model, --config, or --hidden --inter --experts --top-k")
+    if not given and (activation or name):
+        raise SynthError("--activation and --name go with --hidden --inter --experts --top-k")
+    models: Sequence[Model]
+    if given:
+        missing = [option for option in by_hand if option not in given]
+        if missing or hidden is None or inter is None or experts is None or top_k is None:
+            raise SynthError(f"a layer by hand needs {' '.join(missing)} too")
+        models = [_by_hand(name or "by-hand", hidden, inter, experts, top_k, activation or "swiglu")]
+    elif config_file is not None:
+        models = [model_from_config(config_file)]
+    else:
+        models = [find_layer(n) for n in model_names] or load_models()
+    return select(models, quants, quant=quant, tp=tp, ep=ep, named=any(ways))
+
+
+def _by_hand(name: str, hidden: int, inter: int, experts: int, top_k: int, activation: str) -> Model:
+    from synth.catalog.shapes import Model
+
+    return Model(name, name, hidden, inter, experts, top_k, activation, quants=_QUANTS, source="given by hand")
+
+
+@main.command()
+@_json_option
+def devices(as_json: bool) -> None:
+    """List the known GPUs, under the names that torch reports."""
+    from synth.catalog.devices import load_devices
+
+    rows = [
+        {"name": d.name, "arch": d.arch, "sms": d.sms, "l2_mb": d.l2_mb, "dram_gbs": d.dram_gbs, "tflops": d.tflops}
+        for d in load_devices()
+    ]
+    if as_json:
+        click.echo(json.dumps(rows, indent=1))
+        return
+    from synth.console import table
+
+    columns = ["name", "arch", "SMs", "L2 MB", "GB/s", "dense TFLOPS"]
+    peaks = [" ".join(f"{q} {v:g}" for q, v in d.tflops.items()) for d in load_devices()]
+    table("Devices", columns, [[*list(r.values())[:5], peak] for r, peak in zip(rows, peaks, strict=True)])
+
+
+@main.command()
+@_json_option
+def models(as_json: bool) -> None:
+    """List the public MoE models of the catalogue."""
+    import dataclasses
+
+    from synth.catalog.shapes import load_models
+
+    if as_json:
+        click.echo(json.dumps([dataclasses.asdict(m) for m in load_models()], indent=1))
+        return
+    from synth.console import table
+
+    table(
+        "Models",
+        ["name", "hidden", "inter", "experts", "top_k", "activation", "quantizations", "tp x ep"],
+        [
+            [
+                m.name, m.hidden, m.inter, m.experts, m.top_k, m.activation, " ".join(m.quants),
+                " ".join(f"{tp}x{ep}" for tp, ep in m.deployments),
+            ]
+            for m in load_models()
+        ],
+    )  # fmt: skip
+
+
+@main.command()
+@_flashinfer_option
+@click.option("--arch", help="For example sm90.")
+@click.option("--quant", type=click.Choice(_QUANTS))
+@_json_option
+def tactics(flashinfer: str, arch: str | None, quant: str | None, as_json: bool) -> None:
+    """List FlashInfer's tactics: what each id is."""
+    from synth.catalog.tactics import STAGES, load_tables
+
+    tables = [t for t in load_tables(flashinfer) if arch in (None, t.arch) and quant in (None, t.quant)]
+    if not tables:
+        raise SynthError(f"no tactics known for --arch {arch} --quant {quant}; leave one out to see what there is")
+    rows = [
+        {"arch": t.arch, "quant": t.quant, "stage": stage, "id": i, "tactic": str(tactic)}
+        for t in tables
+        for stage in STAGES
+        for i, tactic in t.items(stage)
+    ]
+    if as_json:
+        click.echo(json.dumps(rows, indent=1))
+        return
+    from synth.console import table
+
+    table(f"Tactics of FlashInfer {flashinfer}", list(rows[0]), [list(r.values()) for r in rows])
+
+
+@main.command()
+@click.option("--device", help="Only this device.")
+@click.option("--quant", type=click.Choice(_QUANTS), help="Only this quantization.")
+@_folders
+def fit(device: str | None, quant: str | None, own_measurements: Path | None, own_models: Path | None) -> None:
+    """Fit every device and quantization in the measurements into a model, and print its held-out regret."""
+    from synth.console import progress, regrets
+    from synth.fitting import fit as fit_one
+    from synth.fitting import save
+    from synth.paths import user_folder
+
+    folder = own_models or user_folder("models")
+    for timings in _load_timings(own_measurements, device, quant):
+        origin = timings.origin
+        name = f"{origin.device} {origin.quant}" + (" (simulated)" if origin.simulated else "")
+        with progress(f"fitting {name}") as report:
+            fitted = fit_one(timings, report)
+        path = save(fitted.model, folder)
+        if fitted.evaluations and fitted.calibration:
+            regrets(f"{name}: regret of shapes of model families held out", fitted.evaluations)
+            click.echo(
+                f"90 % intervals cover {100 * fitted.calibration.coverage:.1f} %; times are off by "
+                f"{100 * fitted.calibration.error:.1f} % in the median (held out)"
+            )
+        else:
+            click.echo(f"{name}: one model family only, so no held-out regret")
+        click.echo(f"{len(fitted.model.shapes_)} shapes, {len(timings)} timings -> {path}\n")
+    click.echo('next: synth emit --device "NAME"')
+
+
+@main.command()
+@click.option("--device", default="NVIDIA H200", show_default=True)
+@click.option("--quant", type=click.Choice(_QUANTS), help="Only this quantization.")
+@click.option("--by", type=click.Choice(["family", "shape"]), default="family", show_default=True, help="Hold out by.")
+@click.option(
+    "--against",
+    type=click.Path(path_type=Path),
+    help="Score the fitted models on this table (csv or csv.gz) of shapes that they have never seen.",
+)
+@_flashinfer_option
+@_json_option
+@_folders
+def evaluate(
+    device: str,
+    quant: str | None,
+    by: str,
+    against: Path | None,
+    flashinfer: str,
+    as_json: bool,
+    own_measurements: Path | None,
+    own_models: Path | None,
+) -> None:
+    """Measure the regret of the choices against simple baselines, on shapes held out."""
+    from synth.catalog.devices import get_device
+    from synth.console import problems, progress, regrets, shape_regrets
+    from synth.evaluating import against_table, held_out, report
+    from synth.paths import readable
+
+    results = []
+    if against is not None:
+        found: list[object] = []
+        results = against_table(
+            against, get_device(device), quant, flashinfer, readable("models", own_models), problems=found
+        )
+        problems(found)
+    else:
+        for timings in _load_timings(own_measurements, get_device(device).name, quant, flashinfer):
+            with progress(f"evaluating {timings.origin.quant}") as step:
+                results.append(held_out(timings, by, step))
+    if as_json:
+        click.echo(json.dumps(report(results), indent=1))
+        return
+    for result in results:
+        regrets(f"{result.title}: regret", result.evaluations)
+        shape_regrets(f"{result.title}: the model, by shape", result.evaluations[0])
+        for label in result.refused:
+            click.echo(f"refused: {label} is in the model's training data, so it isn't scored as unseen")
+
+
+@main.command()
+@click.option("--device", required=True, help='GPU: "NVIDIA H200"; "RTX PRO 6000" means every edition.')
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Config file.  [default: synth-DEVICE.json]")
+@click.option("--format", "file_format", type=click.Choice(["json", "bundled"]), default="json", show_default=True)
+@click.option(
+    "--engine", type=click.Choice(["vllm", "sglang", "both"]), default="both", show_default=True, help="Whose keys."
+)
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(1),
+    multiple=True,
+    help="Maximum token count of a server; may be repeated.  [default: 512, 1024 … 32768]",
+)
+@click.option("--measured", is_flag=True, help="Refuse a device without timings instead of estimating.")
+@_flashinfer_option
+@layer_options
+@_folders
+def emit(
+    device: str,
+    output: Path | None,
+    file_format: str,
+    engine: str,
+    max_tokens: tuple[int, ...],
+    measured: bool,
+    flashinfer: str,
+    own_measurements: Path | None,
+    own_models: Path | None,
+    **layer: Any,
+) -> None:
+    """Choose a tactic for every shape, stage and bucket, and write the config that FlashInfer loads."""
+    from synth.catalog.devices import find_devices
+
+    found = find_devices(device)
+    outputs = [_output_path(d, output, file_format, len(found)) for d in found]
+    emissions = [
+        _emit_one(d, file_format, engine, max_tokens, measured, flashinfer, own_measurements, own_models, layer)
+        for d in found
+    ]
+    from synth.emitting import sidecar_path
+    from synth.files import write_atomically
+
+    for emission, path in zip(emissions, outputs, strict=True):
+        write_atomically(sidecar_path(path), emission.sidecar)
+        write_atomically(path, emission.config)
+        _print_emission(emission, path)
+    if file_format == "bundled":
+        click.echo("copy it into flashinfer/tuning_configs/ and set FLASHINFER_AUTOTUNER_LOAD_FROM_FILE=1")
+    click.echo(f"next: synth replay {outputs[0]}")
+
+
+def _emit_one(
+    device: Device,
+    file_format: str,
+    engine: str,
+    max_tokens: tuple[int, ...],
+    measured: bool,
+    flashinfer: str,
+    own_measurements: Path | None,
+    own_models: Path | None,
+    layer: dict[str, Any],
+) -> Emission:
+    from synth.catalog.tactics import load_tables
+    from synth.console import progress
+    from synth.emitting import emit as emit_config
+    from synth.flashinfer.contract import ENGINES, SERVER_MAX_TOKENS
+
+    quants = [t.quant for t in load_tables(flashinfer) if t.arch == device.tactics_arch]
+    if not quants:
+        raise SynthError(f"{device.name}: no tactics known for {device.arch} in FlashInfer {flashinfer}")
+    deployments = wanted_layers(quants, **layer)
+    needed = list(dict.fromkeys(d.quant for d in deployments))
+    sources = {q: _source(device, q, flashinfer, measured, own_measurements, own_models) for q in needed}
+    with progress(f"choosing for {device.name}") as report:
+        return emit_config(
+            device,
+            deployments,
+            sources,
+            engines=ENGINES if engine == "both" else (engine,),
+            max_tokens=max_tokens or SERVER_MAX_TOKENS,
+            flashinfer=flashinfer,
+            file_format=file_format,
+            progress=report,
+        )
+
+
+def _source(
+    device: Device,
+    quant: str,
+    flashinfer: str,
+    measured: bool,
+    own_measurements: Path | None,
+    own_models: Path | None,
+) -> Source:
+    from synth.emitting import Source, analytical_source
+    from synth.measurements import load
+    from synth.paths import find_model, readable
+    from synth.performance.model import PerformanceModel
+
+    path = find_model(readable("models", own_models), device.name, quant, flashinfer)
+    if path is None:
+        if measured:
+            raise SynthError(
+                f"{device.name} {quant}: no model for FlashInfer {flashinfer}; time some kernels with `synth collect` "
+                "and run `synth fit`, or leave out --measured"
+            )
+        return analytical_source(device, quant, flashinfer)
+    model = PerformanceModel.load(path)
+    found: list[Any] = []
+    tables = load(readable("measurements", own_measurements), device.name, quant, flashinfer, problems=found)
+    from synth.console import problems
+
+    problems(found)
+    timings = next((t for t in tables if t.origin == model.origin_), None)
+    return Source(model, timings, f"model fitted on {len(model.shapes_)} shapes")
+
+
+def _output_path(device: Device, output: Path | None, file_format: str, devices: int) -> Path:
+    if file_format == "bundled":
+        from synth.flashinfer.formats import BUNDLED_PREFIX
+
+        path = output or Path(f"{BUNDLED_PREFIX}{device.name.replace(' ', '_')}.py")
+    else:
+        path = output or Path(f"synth-{device.slug}.json")
+    if output is not None and devices > 1:
+        path = output.with_name(f"{output.stem}-{device.slug}{output.suffix}")
+    if path.is_dir():
+        raise SynthError(f"{path}: a folder; name a file with -o")
+    return path
+
+
+def _print_emission(emission: Emission, path: Path) -> None:
+    from synth.console import table
+    from synth.emitting import sidecar_path
+
+    table(
+        f"{emission.device.name}: {path}",
+        ["quant", "deployments", "shapes", "measured", "predicted", "analytical", "left out", "faster than fallback"],
+        [
+            [
+                t.quant,
+                t.deployments,
+                t.shapes,
+                *(t.entries.get(s, 0) for s in ("measured", "predicted", "analytical")),
+                t.left_out,
+                f"{t.gain:.2f}x",
+            ]
+            for t in emission.tallies
+        ],
+    )
+    if emission.analytical:
+        click.echo(
+            f"WARNING: {emission.device.name} has no timings: analytical entries are estimates that nobody has "
+            "measured. Time some with `synth collect` on this GPU.",
+            err=True,
+        )
+    click.echo(f"{emission.entries} entries; where each comes from: {sidecar_path(path)}")
+
+
+@main.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--device", help="GPU to stand for when the file doesn't name one.")
+@click.option("--misses", "shown", type=click.IntRange(0), default=10, show_default=True, help="Misses to print.")
+@_json_option
+def replay(file: Path, device: str | None, shown: int, as_json: bool) -> None:
+    """Load FILE into the installed FlashInfer and ask its own lookup for every key. Exit 1 on a miss."""
+    from synth.catalog.devices import get_device
+    from synth.flashinfer.replay import replay as run
+
+    report = run(file, device=get_device(device).name if device else None)
+    if as_json:
+        import dataclasses
+
+        click.echo(json.dumps({**dataclasses.asdict(report), "ok": report.ok}, indent=1, default=str))
+    else:
+        click.echo(
+            f"{file}: FlashInfer {report.flashinfer} on {report.device}: {report.keys_hit} of {report.keys} keys and "
+            f"{report.hits} of {report.lookups} lookups hit"
+        )
+        for note in report.notes:
+            click.echo(f"note: {note}")
+        for miss in report.misses[:shown]:
+            click.echo(f"miss: {miss.key}: {miss.reason}")
+        if len(report.misses) > shown:
+            click.echo(f"{len(report.misses) - shown} more misses; --misses N shows more")
+    sys.exit(0 if report.ok else 1)
+
+
+@main.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@_flashinfer_option
+@click.option("--device", help="GPU to check for when the file doesn't name one.")
+@_json_option
+def check(file: Path, flashinfer: str, device: str | None, as_json: bool) -> None:
+    """Say what this FlashInfer will not use of FILE, and why. Exit 1 when something is found."""
+    import dataclasses
+
+    from synth.catalog.devices import get_device
+    from synth.flashinfer.checking import check as run
+    from synth.flashinfer.checking import summary
+
+    findings = run(file, flashinfer, device=get_device(device).name if device else None)
+    if as_json:
+        click.echo(json.dumps([dataclasses.asdict(f) for f in findings], indent=1))
+    elif not findings:
+        click.echo(f"{file}: nothing found; FlashInfer {flashinfer} can use every entry")
+    else:
+        for group in summary(findings):
+            more = f" ({group.count} of these)" if group.count > 1 else ""
+            where = f" [{group.example.key}]" if group.example.key else ""
+            click.echo(f"{group.severity}: {group.code}{more}: {group.example.message}{where}; {group.example.way_out}")
+    sys.exit(1 if any(f.severity != "note" for f in findings) else 0)
+
+
+@main.command()
+@click.option("--device", help="GPU.  [default: the one that is here]")
+@click.option("--budget", type=click.FloatRange(min=0, min_open=True), help="Seconds of measuring on each GPU.")
+@click.option("--fraction", type=click.FloatRange(0, 1, min_open=True), help="Share of the sweep.  [default: 0.05]")
+@click.option("--full", is_flag=True, help="Every tactic of every bucket.")
+@click.option("--buckets", help="Token counts, for example 1,64,1024.  [default: FlashInfer's up to --max-tokens]")
+@click.option("--max-tokens", type=click.IntRange(1), default=8192, show_default=True, help="Largest bucket.")
+@click.option("--pass", "passes", type=click.IntRange(1), multiple=True, help="Pass number; may be repeated.")
+@click.option("--gpus", default="0", show_default=True, help="all, or numbers such as 0,2.")
+@click.option(
+    "--ray", "ray_address", is_flag=False, flag_value="auto", help="Run on a Ray cluster, one actor for each GPU."
+)
+@click.option("--simulate", is_flag=True, help="Replay the measurements with noise instead of timing kernels.")
+@click.option("--dry-run", is_flag=True, help="Print the plan and stop.")
+@click.option("--journal", type=click.Path(path_type=Path), help="Journal.  [default: in your measurements folder]")
+@_flashinfer_option
+@_json_option
+@layer_options
+@_folders
+def collect(
+    device: str | None,
+    budget: float | None,
+    fraction: float | None,
+    full: bool,
+    buckets: str | None,
+    max_tokens: int,
+    passes: tuple[int, ...],
+    gpus: str,
+    ray_address: str | None,
+    simulate: bool,
+    dry_run: bool,
+    journal: Path | None,
+    flashinfer: str,
+    as_json: bool,
+    own_measurements: Path | None,
+    own_models: Path | None,
+    **layer: Any,
+) -> None:
+    """Time a planned sample of tactics on this GPU through FlashInfer's own autotuner.
+
+    Every timing is in the journal before the next one starts; the same command continues where it stopped.
+    """
+    import dataclasses
+
+    from synth.catalog.devices import get_device
+    from synth.catalog.tactics import load_tables
+    from synth.collecting import GPU_RUNNER, RichReporter, find_gpus, gpu_name, simulated_runner
+    from synth.collecting import collect as run
+    from synth.console import plan_summary
+    from synth.paths import find_model, readable, user_folder
+    from synth.performance.model import PerformanceModel, predictor
+    from synth.planning import Layer, make_plan, summarize
+
+    if full + (budget is not None) + (fraction is not None) > 1:
+        raise SynthError("give one of --budget, --fraction and --full")
+    if simulate or (dry_run and device):
+        found = get_device(device or "NVIDIA H200")
+    else:
+        found = get_device(gpu_name())
+        if device is not None and get_device(device) != found:
+            raise SynthError(f"--device {device}: the GPU here is {found.name}")
+    tables = {t.quant: t for t in load_tables(flashinfer) if t.arch == found.tactics_arch}
+    layers = [Layer.of(d) for d in wanted_layers(list(tables), **layer)]
+    trained = {
+        q: PerformanceModel.load(path)
+        for q in dict.fromkeys(one.quant for one in layers)
+        if (path := find_model(readable("models", own_models), found.name, q, flashinfer))
+    }
+    plan = make_plan(
+        layers,
+        found.name,
+        found.tactics_arch,
+        flashinfer,
+        fraction=None if full or budget is not None else fraction or 0.05,
+        buckets=_numbers(buckets) if buckets else None,
+        max_tokens=max_tokens,
+        passes=passes or (1,),
+        budget_s=budget,
+        predict=predictor(trained),
+    )
+    root = own_measurements or user_folder("measurements")
+    if simulate:
+        root = root / "simulated"
+        spec = simulated_runner(readable("measurements", own_measurements), found.name)
+    else:
+        spec = GPU_RUNNER
+    cards = (0,) if simulate and gpus == "all" else find_gpus(gpus) if not dry_run else (0,)
+    planned = summarize(plan, len(cards))
+    if dry_run:
+        if as_json:
+            click.echo(json.dumps(planned.as_dict(), indent=1))
+        else:
+            plan_summary(planned)
+        return
+    if not as_json:
+        plan_summary(planned)
+    with RichReporter() as reporter:
+        done = run(
+            plan,
+            spec,
+            journal or plan.journal_path(root),
+            gpus=cards,
+            ray=ray_address,
+            reporter=reporter,
+            measurements=root,
+        )
+    if as_json:
+        click.echo(json.dumps(dataclasses.asdict(done), indent=1, default=str))
+    else:
+        from synth.console import collect_summary
+
+        collect_summary(done)
+    if done.outcome == "failed":
+        raise SynthError(f"{done.reason}; what was timed is in {done.journal}; the same command continues")
+    if done.outcome == "interrupted":
+        sys.exit(130)
+    if not as_json:
+        click.echo(f"next: synth fit --measurements {root}" if simulate or own_measurements else "next: synth fit")
+
+
+@main.group()
+def measurements() -> None:
+    """Add and merge files of timings."""
+
+
+@measurements.command("add")
+@click.argument("files", type=click.Path(path_type=Path), nargs=-1, required=True)
+@click.option("--device", default="NVIDIA H200", show_default=True, help="What a flat table doesn't say.")
+@_flashinfer_option
+@_folders
+def measurements_add(
+    files: tuple[Path, ...], device: str, flashinfer: str, own_measurements: Path | None, own_models: Path | None
+) -> None:
+    """Add FILES to your measurements: a collect journal, a measurements file, or a flat table (csv, csv.gz)."""
+    from synth.catalog.devices import get_device
+    from synth.collecting import add_file
+    from synth.console import problems
+    from synth.paths import user_folder
+
+    found = get_device(device)
+    root = own_measurements or user_folder("measurements")
+    for file in files:
+        bad: list[Any] = []
+        written = add_file(
+            file, root, device=found.name, arch=found.tactics_arch, flashinfer=flashinfer, problems=bad
+        )
+        problems(bad)
+        for path in written:
+            click.echo(f"{file} -> {path}")
+
+
+@measurements.command("merge")
+@click.argument("files", type=click.Path(path_type=Path), nargs=-1, required=True)
+@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder for the merged file.")
+def measurements_merge(files: tuple[Path, ...], output: Path) -> None:
+    """Merge measurements FILES of one shape; refuses mixed devices, versions, quantizations and timing policies."""
+    from synth.console import problems
+    from synth.measurements import merge, read, write
+
+    bad: list[Any] = []
+    merged = merge([read(file, bad) for file in files])
+    problems(bad)
+    click.echo(f"{len(merged)} timings -> {write(merged, output)}")
+
+
+def _numbers(text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise SynthError(f"--buckets {text!r}: give token counts such as 1,64,1024")
+    return [int(part) for part in parts]
+
+
+def _load_timings(
+    own: Path | None, device: str | None, quant: str | None, flashinfer: str | None = None
+) -> list[Timings]:
+    from synth.catalog.devices import get_device
+    from synth.console import problems
+    from synth.measurements import load
+    from synth.paths import readable
+
+    found: list[Any] = []
+    folders = readable("measurements", own)
+    tables = load(folders, get_device(device).name if device else None, quant, flashinfer, problems=found)
+    problems(found)
+    if not tables:
+        asked = " ".join(str(x) for x in (device, quant) if x) or "anything"
+        raise SynthError(f"no timings of {asked} in {', '.join(map(str, folders))}; `synth collect` makes some")
+    return tables

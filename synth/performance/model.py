@@ -1,0 +1,491 @@
+"""The performance model: the analytic model, and a forest that corrects it.
+
+The analytic model carries what extrapolates (bytes, waves, main loop steps); a forest of extremely randomised trees
+on dimensionless features learns what it misses, as the logarithm of measured over analytic time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import io
+import json
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from sklearn.ensemble import ExtraTreesRegressor
+
+from synth.catalog.devices import Device, get_device
+from synth.catalog.shapes import MoEShape
+from synth.catalog.tactics import STAGES, Tactic, TacticTable
+from synth.errors import SynthError
+from synth.files import write_atomically
+from synth.measurements import Origin, Timings, digest
+from synth.performance.forest import Forest
+from synth.performance.geometry import EXTENTS, Floats, Ints, Sites, sites
+from synth.performance.roofline import DEFAULTS, Hardware, Roofline, TacticColumns, Work, tactic_columns, work
+
+#: Version of the model file and of the features; a file of another one has to be fitted again.
+FORMAT = 1
+#: Largest model file that is read, unpacked, in bytes.
+_MAX_UNPACKED = 256 * 1024 * 1024
+#: A file's modification time inside the archive, so that equal models are equal bytes.
+_EPOCH = (1980, 1, 1, 0, 0, 0)
+#: Relative times are clipped at this logarithm, and slower timings don't shape the analytic constants.
+_REACH = 0.5
+#: Tactics predicted within this logarithm of the best are told apart by the choice forest alone.
+_CLOSE = 0.3
+_PARAMETERS = ("choice_trees", "time_trees", "leaf", "features", "near", "far", "seed")
+
+
+@dataclass(frozen=True)
+class Cells:
+    """Cells to predict.
+
+    Attributes
+    ----------
+    shapes : sequence of MoEShape
+    shape : ndarray of int64, shape (cells,)
+        Index into `shapes`.
+    stage, tokens, tactic : ndarray of int64, shape (cells,)
+        Stage 1 or 2, tokens in the batch, tactic id.
+    """
+
+    shapes: Sequence[MoEShape]
+    shape: Ints
+    stage: Ints
+    tokens: Ints
+    tactic: Ints
+
+    def __len__(self) -> int:
+        return len(self.shape)
+
+    @classmethod
+    def of(cls, timings: Timings) -> Cells:
+        """Return the cells of a table of timings, row by row."""
+        columns = (timings.shape, timings.stage, timings.tokens, timings.tactic)
+        return cls(timings.shapes, *(c.astype(np.int64) for c in columns))
+
+    def select(self, rows: NDArray[Any]) -> Cells:
+        """Return some of the cells."""
+        return Cells(self.shapes, self.shape[rows], self.stage[rows], self.tokens[rows], self.tactic[rows])
+
+    def sites(self) -> tuple[Sites, Ints]:
+        """Return the geometry of each distinct (shape, stage, tokens), and each cell's row in it."""
+        key = (self.shape * 2 + (self.stage - 1)) * (int(self.tokens.max(initial=0)) + 1) + self.tokens
+        _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
+        return sites(self.shapes, self.shape[first], self.stage[first], self.tokens[first]), inverse.astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """How long cells take.
+
+    Attributes
+    ----------
+    ms : ndarray of float64, shape (cells,)
+        Predicted time. Within a site the order of close tactics is the choice forest's.
+    log_sd : ndarray of float64, shape (cells,)
+        Standard deviation of the logarithm of `ms`.
+    """
+
+    ms: Floats
+    log_sd: Floats
+
+
+class PerformanceModel:
+    """Predicts how long a cell takes on one device under one quantization.
+
+    Two forests correct the analytic model. The *choice* forest predicts log(ms / best ms of the bucket): what tells
+    close tactics apart. The *time* forest predicts log(ms / analytic ms): absolute times, for margins and durations.
+
+    Parameters
+    ----------
+    choice_trees, time_trees : int
+        Trees of the two forests.
+    leaf : int
+        Least rows in a leaf.
+    features : float
+        Share of the features tried at each split.
+    near : float
+        Timings within this logarithm of their bucket's best are fitted; of the others, `far` of them.
+    far : float
+        Share of the slower timings that are fitted too. The fallback's always are.
+    seed : int
+        Seed of the forests and of the sample.
+
+    Attributes
+    ----------
+    origin_ : Origin
+        What the timings have in common.
+    shapes_ : tuple of (str, str)
+        Label and text form of each shape fitted.
+    digest_ : str
+        Digest of the timings.
+    roofline_ : Roofline
+    choice_, time_ : Forest or None
+        None for an analytic model.
+    spread_ : float
+        Factor from the trees' disagreement to the standard deviation of a prediction's logarithm.
+    held_out_ : dict
+        Regret and coverage measured on shapes held out, when it was.
+    """
+
+    def __init__(
+        self,
+        *,
+        choice_trees: int = 64,
+        time_trees: int = 24,
+        leaf: int = 3,
+        features: float = 0.3,
+        near: float = 0.15,
+        far: float = 0.06,
+        seed: int = 0,
+    ) -> None:
+        self.choice_trees = choice_trees
+        self.time_trees = time_trees
+        self.leaf = leaf
+        self.features = features
+        self.near = near
+        self.far = far
+        self.seed = seed
+
+    origin_: Origin
+    shapes_: tuple[tuple[str, str], ...]
+    digest_: str
+    roofline_: Roofline
+    choice_: Forest | None
+    time_: Forest | None
+    spread_: float
+    held_out_: dict[str, Any]
+
+    def fit(self, timings: Timings) -> PerformanceModel:
+        """Fit all rows of `timings`, repeats averaged first.
+
+        Raises
+        ------
+        SynthError
+            When there are no timings or the device is unknown.
+        """
+        table = timings.averaged()
+        if not len(table):
+            raise SynthError(f"no timings to fit for {timings.origin.device} {timings.origin.quant}")
+        self._bind(timings.origin, timings.table)
+        fitted = np.unique(table.shape).tolist()
+        self.shapes_ = tuple((timings.labels[i], str(timings.shapes[i])) for i in fitted)
+        self.digest_ = digest(timings)
+        self.spread_ = 1.0
+        self.held_out_ = {}
+        lost = np.minimum(_relative(table), _REACH)
+        rng = np.random.default_rng(self.seed)
+        fallback = np.isin(table.tactic, [self._table.fallback_id(stage) for stage in STAGES])
+        keep = np.flatnonzero((lost < self.near) | fallback | (rng.random(len(table)) < self.far))
+        cells = Cells.of(table)
+        site, row = cells.sites()
+        w = self._work(site, row, cells)
+        reach = np.flatnonzero(lost < _REACH)
+        self.roofline_ = Roofline.fit(
+            w.select(reach), cells.tactic[reach], self._columns, self._hardware, table.ms[reach], seed=self.seed
+        )
+        analytic = self._analytic(w, cells)
+        relative = analytic / _best(row, analytic, len(site))[row]
+        x = _features(
+            site, row[keep], cells.tactic[keep], w.select(keep), relative[keep], self._columns, self._hardware
+        )
+        lost, analytic, ms = lost[keep], analytic[keep], table.ms[keep]
+        self.choice_ = self._grow(x, lost, np.exp(-5.0 * lost), self.choice_trees, self.seed)
+        self.time_ = self._grow(x, np.log(ms / analytic), None, self.time_trees, self.seed + 1)
+        return self
+
+    def _grow(self, x: NDArray[np.float32], y: Floats, weight: Floats | None, trees: int, seed: int) -> Forest:
+        forest = ExtraTreesRegressor(
+            trees, min_samples_leaf=self.leaf, max_features=self.features, n_jobs=2, random_state=seed
+        )
+        return Forest.of(forest.fit(x, y, sample_weight=weight).estimators_)
+
+    @classmethod
+    def analytic(cls, origin: Origin, table: TacticTable) -> PerformanceModel:
+        """Return the model of a device without timings: the analytic model with its default constants."""
+        model = cls()
+        model._bind(origin, table)
+        model.shapes_ = ()
+        model.digest_ = ""
+        model.roofline_ = Roofline()
+        model.choice_ = model.time_ = None
+        model.spread_ = 1.0
+        model.held_out_ = {}
+        return model
+
+    @property
+    def table(self) -> TacticTable:
+        """The tactics that this model predicts."""
+        return self._table
+
+    def predict(self, cells: Cells) -> Prediction:
+        """Predict cells.
+
+        Parameters
+        ----------
+        cells : Cells
+            All tactics that a bucket is chosen from should be predicted in one call: close ones are told apart by
+            their times relative to the best.
+        """
+        if not len(cells):
+            return Prediction(np.zeros(0), np.zeros(0))
+        site, row = cells.sites()
+        w = self._work(site, row, cells)
+        analytic = self._analytic(w, cells)
+        if self.choice_ is None or self.time_ is None:
+            return Prediction(analytic, np.full(len(cells), _ANALYTIC_SD))
+        best = _best(row, analytic, len(site))
+        x = _features(site, row, cells.tactic, w, analytic / best[row], self._columns, self._hardware)
+        relative, _ = self.choice_.predict(x)
+        log_ms, sd = self.time_.predict(x)
+        log_ms += np.log(analytic)
+        # Anchor: the chosen tactic has its absolute time; close ones follow the choice forest, far ones their own.
+        least = _best(row, relative, len(site))
+        anchor = _best(row, np.where(relative == least[row], log_ms, np.inf), len(site))
+        behind = relative - least[row]
+        log_ms = anchor[row] + np.where(behind < _CLOSE, behind, np.maximum(log_ms - anchor[row], _CLOSE))
+        return Prediction(np.exp(log_ms), self.spread_ * np.hypot(sd, _LEAST_SD))
+
+    def knows(self, shape: MoEShape) -> bool:
+        """Return whether timings of `shape` were fitted."""
+        return str(shape) in {text for _, text in self.shapes_}
+
+    def predict_analytic(self, cells: Cells) -> Floats:
+        """Return the analytic part alone, in ms: ten times faster, good enough to rule tactics out."""
+        site, row = cells.sites()
+        return self._analytic(self._work(site, row, cells), cells)
+
+    def _work(self, site: Sites, row: Ints, cells: Cells) -> Work:
+        return work(site, row, cells.tactic, self._columns, self._hardware)
+
+    def _analytic(self, w: Work, cells: Cells) -> Floats:
+        return self.roofline_.predict(w, cells.tactic, self._columns, self._hardware)
+
+    def save(self, path: Path) -> None:
+        """Write the model to `path`: a zip of plain arrays and a JSON text, the same bytes for the same model."""
+        meta = {
+            "format": FORMAT,
+            "origin": dataclasses.asdict(self.origin_),
+            "table": {str(i): str(self._table.tactic(i)) for i in range(len(self._table))},
+            "gemm1": len(self._table.gemm1),
+            "shapes": [list(s) for s in self.shapes_],
+            "digest": self.digest_,
+            "roofline": dict(zip(DEFAULTS, self.roofline_.constants, strict=True)),
+            "spread": self.spread_,
+            "held_out": self.held_out_,
+            "features": list(FEATURES),
+            "parameters": {name: getattr(self, name) for name in _PARAMETERS},
+        }
+        out = io.BytesIO()
+        with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
+            _add(archive, "model.json", json.dumps(meta, indent=1, sort_keys=True).encode())
+            for name, array in self._arrays().items():
+                buffer = io.BytesIO()
+                np.lib.format.write_array(buffer, array, allow_pickle=False)
+                _add(archive, f"{name}.npy", buffer.getvalue())
+        write_atomically(path, out.getvalue())
+
+    @classmethod
+    def load(cls, path: Path) -> PerformanceModel:
+        """Read a model that :meth:`save` wrote. Nothing in the file is executed.
+
+        Raises
+        ------
+        SynthError
+            When the file is missing, damaged, or of another version.
+        """
+        way_out = "fit it again with `synth fit`"
+        try:
+            with zipfile.ZipFile(path) as archive:
+                if sum(i.file_size for i in archive.infolist()) > _MAX_UNPACKED:
+                    raise SynthError(f"{path}: larger than any model; {way_out}")
+                meta = json.loads(archive.read("model.json"))
+                if meta["format"] != FORMAT or tuple(meta["features"]) != FEATURES:
+                    raise SynthError(f"{path}: a model of another version of synth; {way_out}")
+                arrays = {
+                    name.removesuffix(".npy"): np.lib.format.read_array(
+                        io.BytesIO(archive.read(name)), allow_pickle=False
+                    )
+                    for name in archive.namelist()
+                    if name.endswith(".npy")
+                }
+            origin = Origin(**meta["origin"])
+            tactics = [Tactic.parse(meta["table"][str(i)]) for i in range(len(meta["table"]))]
+            split = int(meta["gemm1"])
+            model = cls(**meta["parameters"])
+            model._bind(
+                origin,
+                TacticTable(
+                    origin.flashinfer, origin.arch, origin.quant, tuple(tactics[:split]), tuple(tactics[split:])
+                ),
+            )
+            model.shapes_ = tuple((str(label), str(MoEShape.parse(shape))) for label, shape in meta["shapes"])
+            model.digest_ = str(meta["digest"])
+            model.roofline_ = Roofline(tuple(float(meta["roofline"][name]) for name in DEFAULTS))
+            model.choice_, model.time_ = (
+                Forest.from_arrays(
+                    {k.removeprefix(prefix): v for k, v in arrays.items() if k.startswith(prefix)}, len(FEATURES)
+                )
+                if arrays
+                else None
+                for prefix in ("choice_", "time_")
+            )
+            model.spread_ = float(meta["spread"])
+            model.held_out_ = dict(meta["held_out"])
+        except FileNotFoundError:
+            raise SynthError(f"{path}: no such model; {way_out}") from None
+        except SynthError as e:
+            raise SynthError(str(e) if str(path) in str(e) else f"{path}: {e}; {way_out}") from None
+        except (OSError, zipfile.BadZipFile, KeyError, ValueError, TypeError, AttributeError, EOFError) as e:
+            raise SynthError(f"{path}: not a model of synth ({type(e).__name__}); {way_out}") from None
+        return model
+
+    def fingerprint(self) -> str:
+        """Return a digest of what the model predicts with."""
+        text = json.dumps([FORMAT, self.digest_, self.roofline_.constants, self.spread_])
+        h = hashlib.sha256(text.encode())
+        for array in self._arrays().values():
+            h.update(array.tobytes())
+        return h.hexdigest()
+
+    def _arrays(self) -> dict[str, NDArray[Any]]:
+        forests = {"choice_": self.choice_, "time_": self.time_}
+        return {p + k: v for p, forest in forests.items() if forest for k, v in forest.arrays().items()}
+
+    def _bind(self, origin: Origin, table: TacticTable) -> None:
+        self.origin_ = origin
+        self._table = table
+        device: Device = get_device(origin.device)
+        self._hardware = Hardware.of(device, origin.quant)
+        self._columns: TacticColumns = tactic_columns(table, self._hardware)
+
+
+def predictor(models: Mapping[str, PerformanceModel]) -> Callable[[MoEShape, str, int, int, Sequence[int]], Any]:
+    """Return a function that predicts the times in ms of some tactics of one (shape, stage, tokens).
+
+    Parameters
+    ----------
+    models : mapping of str to PerformanceModel
+        By quantization; the function returns None for one that is not in it.
+    """
+
+    def predict(shape: MoEShape, quant: str, stage: int, tokens: int, ids: Sequence[int]) -> Any:
+        if quant not in models:
+            return None
+        ones = np.ones(len(ids), dtype=np.int64)
+        cells = Cells((shape,), ones * 0, ones * stage, ones * tokens, np.array(ids, dtype=np.int64))
+        return models[quant].predict(cells).ms.tolist()
+
+    return predict
+
+
+#: Standard deviation of the analytic model's logarithm where nothing was timed: its error on the H200, widened.
+_ANALYTIC_SD = 0.25
+#: Least standard deviation of a fitted prediction's logarithm before calibration: repeats differ by as much.
+_LEAST_SD = 0.004
+
+#: The forest's inputs, in order; all but the tactic's own are ratios or logarithms.
+FEATURES = (
+    "tokens", "rows", "k_steps", "tiles_n", "active", "waves", "dram_time", "flops_time", "tiles_m_per_expert",
+    "activation_size", "n", "k", "experts", "rows_per_expert", "waves_ceil", "waves_ceil_ratio", "panels", "sweeps",
+    "swept_size", "expert_size", "inner_size", "flops_over_dram", "n_padding", "m_padding", "fill", "large",
+    *(f"tiles_{e}" for e in EXTENTS[:-1]), *(f"fill_{e}" for e in EXTENTS[:-1]),
+    "m_tile", "n_tile", "cluster_m", "cluster_n", "sm80", "finalize", "swap", "stages", "top_k", "gated", "stage",
+    "analytic_relative",
+)  # fmt: skip
+
+
+def _features(
+    s: Sites, site: Ints, tactic: Ints, w: Work, relative: Floats, columns: TacticColumns, hardware: Hardware
+) -> NDArray[np.float32]:
+    """Return the forests' input, shape (cells, len(FEATURES)).
+
+    `relative` is a cell's analytic time over the best of its bucket. What depends on the site alone is computed once
+    a site.
+    """
+    log = np.log
+    l2 = hardware.l2_bytes
+    rows_per_expert = s.rows / s.active
+    per_site = {
+        "tokens": log(s.tokens),
+        "rows": log(s.rows),
+        "active": log(s.active),
+        "activation_size": log(s.rows * s.k * hardware.activation_bytes / l2),
+        "n": log(s.n),
+        "k": log(s.k),
+        "experts": log(s.experts),
+        "rows_per_expert": log(rows_per_expert),
+        "expert_size": log(s.n * s.k * hardware.weight_bytes / l2),
+        "large": s.large,
+        "top_k": s.top_k,
+        "gated": s.gated,
+        "stage": s.stage,
+        **{f"tiles_{e}": s.tiles[:, i] / s.active for i, e in enumerate(EXTENTS[:-1])},
+        **{f"fill_{e}": s.rows / (s.tiles[:, i] * e) for i, e in enumerate(EXTENTS[:-1])},
+    }
+    per_tactic = {
+        "m_tile": columns.m,
+        "n_tile": columns.n,
+        "cluster_m": columns.cluster_m,
+        "cluster_n": columns.cluster_n,
+        "sm80": columns.sm80,
+        "finalize": columns.finalize,
+        "swap": columns.swap,
+        "stages": columns.stages,
+    }
+    dram = w.dram_bytes
+    per_cell = {
+        "k_steps": log(w.k_steps),
+        "tiles_n": log(w.tiles_n),
+        "waves": log(w.waves),
+        "dram_time": log(dram / hardware.dram),
+        "flops_time": log(w.padded_flops / hardware.flops),
+        "tiles_m_per_expert": log(w.tiles_m / s.active[site]),
+        "waves_ceil": log(w.waves_ceil),
+        "waves_ceil_ratio": np.clip(log(w.waves_ceil / np.maximum(w.waves, 1e-3)), -1.0, 8.0),
+        "panels": np.log1p(w.panel_bytes / dram),
+        "sweeps": np.log1p(w.sweep_bytes / (1.0 + (l2 / w.inner_bytes) ** 4) / dram),
+        "swept_size": np.log1p(w.sweep_bytes / dram),
+        "inner_size": log(w.inner_bytes / l2),
+        "flops_over_dram": log(w.padded_flops / hardware.flops / (dram / hardware.dram)),
+        "n_padding": w.tiles_n * columns.n[tactic] / s.n[site],
+        "m_padding": w.tiles_m * columns.m[tactic] / s.rows[site],
+        "fill": log(w.flops / w.padded_flops),
+        "analytic_relative": np.minimum(log(relative), 1.5),
+    }
+    x = np.empty((len(site), len(FEATURES)), dtype=np.float32)
+    for i, name in enumerate(FEATURES):
+        if name in per_cell:
+            x[:, i] = per_cell[name]
+        elif name in per_site:
+            x[:, i] = per_site[name].astype(np.float32)[site]
+        else:
+            x[:, i] = per_tactic[name].astype(np.float32)[tactic]
+    return x
+
+
+def _relative(table: Timings) -> Floats:
+    """Return log(ms / best ms of the bucket) of every row."""
+    keys, bucket = table.buckets()
+    return np.log(table.ms / _best(bucket, table.ms, len(keys))[bucket])
+
+
+def _best(group: Ints, values: Floats, groups: int) -> Floats:
+    """Return the least value of each group."""
+    best = np.full(groups, np.inf)
+    np.minimum.at(best, group, values)
+    return best
+
+
+def _add(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
+    info = zipfile.ZipInfo(name, _EPOCH)
+    info.compress_type = zipfile.ZIP_DEFLATED
+    archive.writestr(info, data)
