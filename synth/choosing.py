@@ -1,7 +1,7 @@
 """One tactic for each (shape, stage, bucket): near-ties, the fallback, abstention.
 
-A choice is *measured* where this bucket's tactics were timed, else *predicted*, or *analytical* where the device has
-no timings at all.
+A choice is *measured* where its tactic was timed in this bucket, else *predicted*, or *analytical* where the device
+has no timings at all.
 """
 
 from __future__ import annotations
@@ -26,7 +26,11 @@ _CONFIDENCE = 1.645
 #: Measured times that stand behind a measured choice differ by this much between repeats (logarithm).
 _REPEAT_SD = 0.01
 #: Tactics whose analytic time is more than this many times the bucket's best are not looked at further.
-_ANALYTIC_CUT = 2.5
+_ANALYTIC_CUT = 2.0
+#: In a sampled bucket, timed tactics that shift the predictions: the fastest as predicted.
+_ANCHORS = 5
+#: In a sampled bucket, the share by which a prediction must be faster than the best timing to replace it.
+_PREDICTED_GAIN = 0.02
 #: Shapes that are predicted in one go.
 _SHAPES_AT_ONCE = 8
 #: A bucket counts as swept, and is chosen from its timings alone, when this share of its tactics was timed.
@@ -95,7 +99,7 @@ def pick(group: Ints, ms: Floats, order: Ints, groups: int) -> Ints:
     tied = np.flatnonzero(ms <= best[group] * (1.0 + TIE))
     ranked = tied[np.lexsort((order[tied], group[tied]))]
     first = np.concatenate([[True], group[ranked][1:] != group[ranked][:-1]])
-    return ranked[first]
+    return np.asarray(ranked[first])
 
 
 def tie_order(table: TacticTable) -> Ints:
@@ -140,7 +144,7 @@ def choose(
         In the order of shapes, fused finalize, stages and buckets.
     """
     table = model.table
-    measured = _measured(timings, set(shapes)) if timings is not None else {}
+    measured, failed = _measured(timings, set(shapes)) if timings is not None else ({}, {})
     order = tie_order(table)
     unfused = np.array([not table.tactic(i).finalize for i in range(len(table))])
     choices: list[Choice] = []
@@ -163,9 +167,12 @@ def choose(
                     int(chosen[j] - bounds[j]),
                     "analytical" if model.choice_ is None else "predicted",
                 )
+                broken = failed.get((shape, stage, bucket), set())
+                if broken:
+                    options = _without(options, broken, order)
                 if times := measured.get((shape, stage, bucket)):
-                    allowed = [i for i, t in table.items(stage) if fused or not t.finalize]
-                    options = _swept(times, allowed, order) or options
+                    allowed = [i for i, t in table.items(stage) if (fused or not t.finalize) and i not in broken]
+                    options = _conditioned(options, {i: times[i] for i in allowed if i in times}, allowed, order)
                 choices.append(_choice(table, shape, stage, bucket, fused, options))
         if progress is not None:
             progress(start + len(batch))
@@ -183,11 +190,54 @@ class _Options:
     source: str
 
 
-def _swept(times: dict[int, float], allowed: Sequence[int], order: Ints) -> _Options | None:
-    """Return the measured options of a bucket, None when too few of the allowed tactics were timed."""
-    tactic = np.array([i for i in allowed if i in times], dtype=np.int64)
-    if len(tactic) < _SWEPT * len(allowed):
-        return None
+def _without(options: _Options, broken: set[int], order: Ints) -> _Options:
+    """Return the options but for tactics that failed here; all of them where nothing else is left."""
+    keep = np.flatnonzero(~np.isin(options.tactic, sorted(broken)))
+    if not len(keep):
+        return options
+    tactic, ms = options.tactic[keep], options.ms[keep]
+    best = int(pick(np.zeros_like(tactic), ms, order[tactic], 1)[0])
+    return _Options(tactic, ms, options.log_sd[keep], best, options.source)
+
+
+def _conditioned(options: _Options, times: dict[int, float], allowed: Sequence[int], order: Ints) -> _Options:
+    """Return the options of a bucket in which some of the allowed tactics were timed.
+
+    A swept bucket is decided by its timings alone. In a sampled one predictions are first shifted onto the timings,
+    since the two must never be compared raw, and a prediction replaces the best timing only where it is faster by
+    more than ``_PREDICTED_GAIN``: the least of many predictions is optimistic.
+    """
+    if not times:
+        return options
+    if len(times) >= _SWEPT * len(allowed):
+        return _timed(times, order)
+    predicted = dict(zip(options.tactic.tolist(), options.ms.tolist(), strict=True))
+    both = [i for i in times if i in predicted]
+    if not both:
+        return options
+    close = sorted(both, key=lambda i: predicted[i])[:_ANCHORS]
+    shift = math.exp(float(np.median([math.log(times[i] / predicted[i]) for i in close])))
+    sd = {i: _REPEAT_SD if i in times else s for i, s in zip(options.tactic.tolist(), options.log_sd, strict=True)}
+    sd |= dict.fromkeys(times, _REPEAT_SD)
+    ms = {**{i: t * shift for i, t in predicted.items()}, **times}
+    least = min(times.values())
+    eligible = {i: v for i, v in ms.items() if i in times or v < least / (1.0 + _PREDICTED_GAIN)}
+    tactic = np.array(sorted(eligible), dtype=np.int64)
+    values = np.array([eligible[i] for i in tactic.tolist()])
+    winner = int(tactic[int(pick(np.zeros_like(tactic), values, order[tactic], 1)[0])])
+    every = np.array(sorted(ms), dtype=np.int64)
+    return _Options(
+        every,
+        np.array([ms[i] for i in every.tolist()]),
+        np.array([sd[i] for i in every.tolist()]),
+        int(np.searchsorted(every, winner)),
+        "measured" if winner in times else options.source,
+    )
+
+
+def _timed(times: dict[int, float], order: Ints) -> _Options:
+    """Return the options of a swept bucket."""
+    tactic = np.array(sorted(times), dtype=np.int64)
     ms = np.array([times[i] for i in tactic.tolist()])
     best = int(pick(np.zeros_like(tactic), ms, order[tactic], 1)[0])
     return _Options(tactic, ms, np.full(len(tactic), _REPEAT_SD), best, "measured")
@@ -246,11 +296,13 @@ def _plausible(model: PerformanceModel, cells: Cells, site: Ints) -> NDArray[np.
     return np.asarray((analytic <= _ANALYTIC_CUT * best[site]) | fallback)
 
 
-def _measured(timings: Timings, wanted: set[MoEShape]) -> dict[tuple[MoEShape, int, int], dict[int, float]]:
-    """Return the times of each measured bucket of the wanted shapes; tactics that ever failed are left out."""
+def _measured(
+    timings: Timings, wanted: set[MoEShape]
+) -> tuple[dict[tuple[MoEShape, int, int], dict[int, float]], dict[tuple[MoEShape, int, int], set[int]]]:
+    """Return the times of each measured bucket of the wanted shapes, and the tactics that ever failed in it."""
     rows = np.isin(timings.shape, [i for i, s in enumerate(timings.shapes) if s in wanted])
     if not rows.any():
-        return {}
+        return {}, {}
     part = timings.select(rows)
     failed = set(_keys(part.select(np.isnan(part.ms))))
     found: dict[tuple[MoEShape, int, int], dict[int, float]] = {}
@@ -259,7 +311,10 @@ def _measured(timings: Timings, wanted: set[MoEShape]) -> dict[tuple[MoEShape, i
         if key not in failed:
             shape, stage, tokens, tactic = key
             found.setdefault((table.shapes[shape], stage, tokens), {})[tactic] = ms
-    return found
+    broken: dict[tuple[MoEShape, int, int], set[int]] = {}
+    for shape, stage, tokens, tactic in failed:
+        broken.setdefault((table.shapes[shape], stage, tokens), set()).add(tactic)
+    return found, broken
 
 
 def _keys(timings: Timings) -> Iterable[tuple[int, int, int, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -81,7 +82,7 @@ _flashinfer_option = click.option("--flashinfer", default="0.7.4", show_default=
 def layer_options(command: F) -> F:
     """Add the options that narrow the catalogue, or give a layer by hand or by its config.json."""
     options = [
-        click.option("--model", "model_names", multiple=True, help="A model of the catalogue, or a label such as glm-5-tp8; may be repeated."),
+        click.option("--model", "model_names", multiple=True, help="A model or a label such as glm-5-tp8; repeatable."),
         click.option("--tp", type=click.IntRange(1), help="Tensor-parallel size of the experts."),
         click.option("--ep", type=click.IntRange(1), help="Expert-parallel size."),
         click.option("--quant", type=click.Choice(_QUANTS), help="Quantization."),
@@ -226,14 +227,23 @@ def fit(device: str | None, quant: str | None, own_measurements: Path | None, ow
     from synth.paths import user_folder
 
     folder = own_models or user_folder("models")
-    for timings in _load_timings(own_measurements, device, quant):
+    tables = _load_timings(own_measurements, device, quant)
+    refused: SynthError | None = None
+    for timings in tables:
         origin = timings.origin
         name = f"{origin.device} {origin.quant}" + (" (simulated)" if origin.simulated else "")
-        with progress(f"fitting {name}") as report:
-            fitted = fit_one(timings, report)
+        try:
+            with progress(f"fitting {name}") as report:
+                fitted = fit_one(timings, report)
+        except SynthError as e:
+            # One table that can't be fitted, of a device that isn't known for example, doesn't stop the others.
+            if len(tables) > 1:
+                click.echo(f"warning: {name} is not fitted: {e}", err=True)
+            refused = e
+            continue
         path = save(fitted.model, folder)
         if fitted.evaluations and fitted.calibration:
-            regrets(f"{name}: regret of shapes of model families held out", fitted.evaluations)
+            regrets(f"{name}: regret, each model family held out", fitted.evaluations)
             click.echo(
                 f"90 % intervals cover {100 * fitted.calibration.coverage:.1f} %; times are off by "
                 f"{100 * fitted.calibration.error:.1f} % in the median (held out)"
@@ -241,6 +251,8 @@ def fit(device: str | None, quant: str | None, own_measurements: Path | None, ow
         else:
             click.echo(f"{name}: one model family only, so no held-out regret")
         click.echo(f"{len(fitted.model.shapes_)} shapes, {len(timings)} timings -> {path}\n")
+    if refused is not None:
+        raise refused
     click.echo('next: synth emit --device "NAME"')
 
 
@@ -399,7 +411,7 @@ def _source(
                 "and run `synth fit`, or leave out --measured"
             )
         return analytical_source(device, quant, flashinfer)
-    model = PerformanceModel.load(path)
+    model = PerformanceModel.load(path, device=device.name, quant=quant, flashinfer=flashinfer)
     found: list[Any] = []
     tables = load(readable("measurements", own_measurements), device.name, quant, flashinfer, problems=found)
     from synth.console import problems
@@ -418,7 +430,7 @@ def _output_path(device: Device, output: Path | None, file_format: str, devices:
         path = output or Path(f"synth-{device.slug}.json")
     if output is not None and devices > 1:
         path = output.with_name(f"{output.stem}-{device.slug}{output.suffix}")
-    if path.is_dir():
+    if os.path.isdir(path):
         raise SynthError(f"{path}: a folder; name a file with -o")
     return path
 
@@ -589,7 +601,8 @@ def collect(
     root = own_measurements or user_folder("measurements")
     if simulate:
         root = root / "simulated"
-        spec = simulated_runner(readable("measurements", own_measurements), found.name)
+        own = own_measurements if own_measurements and own_measurements.is_dir() else None
+        spec = simulated_runner(readable("measurements", own), found.name)
     else:
         spec = GPU_RUNNER
     cards = (0,) if simulate and gpus == "all" else find_gpus(gpus) if not dry_run else (0,)
@@ -649,9 +662,7 @@ def measurements_add(
     root = own_measurements or user_folder("measurements")
     for file in files:
         bad: list[Any] = []
-        written = add_file(
-            file, root, device=found.name, arch=found.tactics_arch, flashinfer=flashinfer, problems=bad
-        )
+        written = add_file(file, root, device=found.name, arch=found.tactics_arch, flashinfer=flashinfer, problems=bad)
         problems(bad)
         for path in written:
             click.echo(f"{file} -> {path}")

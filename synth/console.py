@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import click
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -26,12 +27,12 @@ _WIDTH = 132
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Print a table; columns whose values are all numbers are right-aligned."""
     body = [[_text(v) for v in row] for row in rows]
-    out = Table(title=title, title_justify="left", title_style="bold")
+    out = Table(title=escape(title), title_justify="left", title_style="bold")
     for i, name in enumerate(columns):
         numbers = all(_is_number(row[i]) for row in body)
         out.add_column(name, justify="right" if numbers else "left", overflow="fold")
     for row in body:
-        out.add_row(*row)
+        out.add_row(*map(escape, row))
     Console(width=None if sys.stdout.isatty() else _WIDTH).print(out)
 
 
@@ -40,10 +41,9 @@ def regrets(title: str, evaluations: Iterable[Evaluation]) -> None:
     rows = []
     for e in evaluations:
         second = e.second_pass()
-        stages = [
-            f"{e.stage(s).geomean:.4f}" if (e.keys[:, 1] == s).any() else "" for s in (1, 2)
-        ]
-        rows.append([e.name, *_summary(e.all)[:1], *stages, *_summary(e.all)[1:], f"{second.geomean:.4f}" if second else ""])
+        stages = [f"{e.stage(s).geomean:.4f}" if (e.keys[:, 1] == s).any() else "" for s in (1, 2)]
+        geomean, *rest = _summary(e.all)
+        rows.append([e.name, geomean, *stages, *rest, f"{second.geomean:.4f}" if second else ""])
     table(title, ["choice", "geomean", "gemm1", "gemm2", "p95", "p99", "max", "2nd pass"], rows)
 
 

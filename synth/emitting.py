@@ -17,7 +17,14 @@ from synth.catalog.shapes import Deployment, MoEShape
 from synth.catalog.tactics import DEFAULT_FLASHINFER, load_table
 from synth.choosing import Choice, choose
 from synth.errors import SynthError
-from synth.flashinfer.contract import ENGINES, SERVER_MAX_TOKENS, build_metadata, file_keys, token_buckets
+from synth.flashinfer.contract import (
+    ENGINES,
+    SERVER_MAX_TOKENS,
+    build_metadata,
+    file_keys,
+    map_to_bucket,
+    token_buckets,
+)
 from synth.flashinfer.formats import ConfigEntry, dumps_bundled, dumps_json
 from synth.measurements import DEFAULT_POLICY, Origin, Timings
 from synth.performance.model import PerformanceModel
@@ -93,8 +100,13 @@ _Place = tuple[MoEShape, int, int, bool]
 
 
 def bucket_union(max_tokens: Sequence[int], flashinfer: str = DEFAULT_FLASHINFER) -> tuple[int, ...]:
-    """Return the buckets that servers with any of these maximum token counts look up."""
-    return tuple(sorted({b for m in max_tokens for b in token_buckets(m, flashinfer)}))
+    """Return the buckets that servers with any of these maximum token counts look up.
+
+    Below 256 FlashInfer rounds up without clamping: with a maximum of 200 it looks 150 tokens up in bucket 256.
+    """
+    found = {b for m in max_tokens for b in token_buckets(m, flashinfer)}
+    found |= {map_to_bucket(m - 1, m, flashinfer) for m in max_tokens if m > 1}
+    return tuple(sorted(found))
 
 
 def analytical_source(device: Device, quant: str, flashinfer: str = DEFAULT_FLASHINFER) -> Source:
@@ -185,7 +197,7 @@ def emit(
     }
     # A choice a line: readable, and quick to write.
     lines = ",\n".join(json.dumps(record) for record in records)
-    sidecar = f"{json.dumps(head, indent=1)[:-2]},\n \"choices\": [\n{lines}\n]}}\n"
+    sidecar = f'{json.dumps(head, indent=1)[:-2]},\n "choices": [\n{lines}\n]}}\n'
     return Emission(device, config, sidecar.encode(), tuple(tallies))
 
 

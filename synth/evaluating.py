@@ -71,7 +71,7 @@ def against_table(
         file = find_model(models, origin.device, origin.quant, flashinfer)
         if file is None:
             raise SynthError(f"no {origin.quant} model for {origin.device}, FlashInfer {flashinfer}; run `synth fit`")
-        model = PerformanceModel.load(file)
+        model = PerformanceModel.load(file, device=origin.device, quant=origin.quant, flashinfer=flashinfer)
         known = np.array([model.knows(s) for s in timings.shapes], dtype=bool)
         present = np.unique(timings.shape).tolist()
         refused = tuple(timings.labels[i] for i in present if known[i])
@@ -85,8 +85,10 @@ def against_table(
         title = f"{origin.device} {origin.quant}, unseen shapes of {path.name}"
         results.append(Result(title, origin.quant, (own, fallback), refused))
     if not results:
-        what = f"every shape ({', '.join(refused_all)}) is in the models' training data" if refused_all else (
-            f"no {quant} rows" if quant else "no rows"
+        what = (
+            f"every shape ({', '.join(refused_all)}) is in the models' training data"
+            if refused_all
+            else (f"no {quant} rows" if quant else "no rows")
         )
         raise SynthError(f"{path}: {what}; nothing to score as unseen")
     # Shapes of a quantization that was refused whole are named with the first result.
@@ -95,7 +97,9 @@ def against_table(
 
 def report(results: list[Result]) -> dict[str, Any]:
     """Return results as plain values: bf16's on top (or the only quantization's), all of them under ``quants``."""
-    quants = {r.quant: _plain(r) for r in results}
+    quants: dict[str, Any] = {}
+    for r in results:
+        quants[r.quant if r.quant not in quants else r.title] = _plain(r)
     top = quants.get(_REFERENCE) or next(iter(quants.values()))
     return {**top, "quants": quants}
 
@@ -105,7 +109,5 @@ def _plain(result: Result) -> dict[str, Any]:
     return {
         **own.as_dict(),
         "refused": list(result.refused),
-        "baselines": {
-            e.name: {k: v for k, v in e.as_dict().items() if k != "shapes"} for e in others
-        },
+        "baselines": {e.name: {k: v for k, v in e.as_dict().items() if k != "shapes"} for e in others},
     }

@@ -33,8 +33,8 @@ def readable(kind: str, own: Path | None) -> list[Path]:
     SynthError
         When `own` was named but isn't a folder.
     """
-    if own is not None and own.exists() and not own.is_dir():
-        raise SynthError(f"{own}: not a folder; name one with --{kind}")
+    if own is not None and not own.is_dir() and (own.exists() or kind == "measurements"):
+        raise SynthError(f"{own}: {'not a' if own.exists() else 'no such'} folder; name one with --{kind}")
     folders = [own or user_folder(kind), shipped(kind)]
     return list(dict.fromkeys(f.resolve() for f in folders if f.is_dir()))
 

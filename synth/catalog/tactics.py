@@ -27,9 +27,7 @@ _TMA = re.compile(
     r"(?P<family>tma\d+) (?P<m>\d+)x(?P<n>\d+)x(?P<k>\d+)B cl(?P<c0>\d+)x(?P<c1>\d+)x(?P<c2>\d+)"
     r" ml(?P<ml>\d+) epi(?P<epi>\d+) fin(?P<fin>[01]) swap(?P<swap>[01])"
 )
-_SM80 = re.compile(
-    r"sm80 (?P<m>\d+)x(?P<n>\d+)x(?P<k>\d+)_w(?P<w0>\d+)x(?P<w1>\d+)x(?P<w2>\d+) stages(?P<stages>\d+)"
-)
+_SM80 = re.compile(r"sm80 (?P<m>\d+)x(?P<n>\d+)x(?P<k>\d+)_w(?P<w0>\d+)x(?P<w1>\d+)x(?P<w2>\d+) stages(?P<stages>\d+)")
 
 
 @dataclass(frozen=True, order=True)
@@ -206,9 +204,7 @@ def _tables(flashinfer: str) -> dict[tuple[str, str], TacticTable]:
     try:
         data = json.loads((folder / f"{flashinfer}.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise SynthError(
-            f"no tactic table for FlashInfer {flashinfer}; known: {', '.join(known_versions())}"
-        ) from None
+        raise SynthError(f"no tactic table for FlashInfer {flashinfer}; known: {', '.join(known_versions())}") from None
     return {
         (row["arch"], row["quant"]): TacticTable(
             flashinfer,

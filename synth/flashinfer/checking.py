@@ -116,6 +116,9 @@ def check(
         findings += _check_bucket(key, flashinfer)
         findings += _check_id(key, _tactic(value), flashinfer, arch)
     findings += _check_coverage(live, flashinfer)
+    if config.raw and not live:
+        dead_file = f"the file is dead: FlashInfer {flashinfer} can look up none of its {len(config.raw)} keys"
+        findings.insert(0, Finding("dead-file", "", dead_file, "write the file anew for this version"))
     return findings
 
 

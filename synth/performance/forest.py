@@ -124,7 +124,8 @@ class Forest:
         for name, kind in kinds.items():
             if name not in arrays or arrays[name].dtype != kind or arrays[name].ndim != 1:
                 raise SynthError(f"its forest's {name} is missing or of the wrong kind")
-        return cls(*(np.ascontiguousarray(arrays[name]) for name in kinds), features)
+        sizes, feature, threshold, value = (np.ascontiguousarray(arrays[name]) for name in kinds)
+        return cls(sizes, feature, threshold, value, features)
 
 
 def _breadth_first(left: NDArray[np.int64], right: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -174,7 +175,7 @@ def _build(forest: Forest) -> list[Any]:
         nodes = np.zeros(n, dtype=layout)
         nodes["left_child"] = np.where(mine, child, -1)
         nodes["right_child"] = np.where(mine, child + 1, -1)
-        nodes["feature"] = np.where(mine, feature[start:end], -2)
+        nodes["feature"] = np.where(mine, feature[start:end].astype(np.int64), -2)
         nodes["threshold"][mine] = forest.threshold[inner_ends[start] : inner_ends[end]]
         nodes["n_node_samples"] = 1
         nodes["weighted_n_node_samples"] = 1.0

@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import io
 import json
+import math
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from sklearn.ensemble import ExtraTreesRegressor
 
 from synth.catalog.devices import Device, get_device
 from synth.catalog.shapes import MoEShape
-from synth.catalog.tactics import STAGES, Tactic, TacticTable
+from synth.catalog.tactics import STAGES, Tactic, TacticTable, load_table
 from synth.errors import SynthError
 from synth.files import write_atomically
 from synth.measurements import Origin, Timings, digest
@@ -34,6 +35,8 @@ from synth.performance.roofline import DEFAULTS, Hardware, Roofline, TacticColum
 FORMAT = 1
 #: Largest model file that is read, unpacked, in bytes.
 _MAX_UNPACKED = 256 * 1024 * 1024
+#: Most files in a model archive.
+_MAX_FILES = 16
 #: A file's modification time inside the archive, so that equal models are equal bytes.
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 #: Relative times are clipped at this logarithm, and slower timings don't shape the analytic constants.
@@ -101,8 +104,9 @@ class Prediction:
 class PerformanceModel:
     """Predicts how long a cell takes on one device under one quantization.
 
-    Two forests correct the analytic model. The *choice* forest predicts log(ms / best ms of the bucket): what tells
-    close tactics apart. The *time* forest predicts log(ms / analytic ms): absolute times, for margins and durations.
+    Two forests correct the analytic model. The *choice* forest predicts log(ms / best ms of the bucket), less half of
+    what the analytic model says of it: what tells close tactics apart. The *time* forest predicts
+    log(ms / analytic ms): absolute times, for margins and durations.
 
     Parameters
     ----------
@@ -118,6 +122,8 @@ class PerformanceModel:
         Share of the slower timings that are fitted too. The fallback's always are.
     seed : int
         Seed of the forests and of the sample.
+    jobs : int
+        Threads that grow trees; the result doesn't depend on it.
 
     Attributes
     ----------
@@ -140,12 +146,13 @@ class PerformanceModel:
         self,
         *,
         choice_trees: int = 64,
-        time_trees: int = 24,
+        time_trees: int = 16,
         leaf: int = 3,
         features: float = 0.3,
-        near: float = 0.15,
-        far: float = 0.06,
+        near: float = 0.12,
+        far: float = 0.03,
         seed: int = 0,
+        jobs: int = 2,
     ) -> None:
         self.choice_trees = choice_trees
         self.time_trees = time_trees
@@ -154,6 +161,7 @@ class PerformanceModel:
         self.near = near
         self.far = far
         self.seed = seed
+        self.jobs = jobs
 
     origin_: Origin
     shapes_: tuple[tuple[str, str], ...]
@@ -198,13 +206,14 @@ class PerformanceModel:
             site, row[keep], cells.tactic[keep], w.select(keep), relative[keep], self._columns, self._hardware
         )
         lost, analytic, ms = lost[keep], analytic[keep], table.ms[keep]
-        self.choice_ = self._grow(x, lost, np.exp(-5.0 * lost), self.choice_trees, self.seed)
+        weight = np.exp(-5.0 * lost)
+        self.choice_ = self._grow(x, lost - _expected(relative[keep]), weight, self.choice_trees, self.seed)
         self.time_ = self._grow(x, np.log(ms / analytic), None, self.time_trees, self.seed + 1)
         return self
 
     def _grow(self, x: NDArray[np.float32], y: Floats, weight: Floats | None, trees: int, seed: int) -> Forest:
         forest = ExtraTreesRegressor(
-            trees, min_samples_leaf=self.leaf, max_features=self.features, n_jobs=2, random_state=seed
+            trees, min_samples_leaf=self.leaf, max_features=self.features, n_jobs=self.jobs, random_state=seed
         )
         return Forest.of(forest.fit(x, y, sample_weight=weight).estimators_)
 
@@ -244,7 +253,8 @@ class PerformanceModel:
             return Prediction(analytic, np.full(len(cells), _ANALYTIC_SD))
         best = _best(row, analytic, len(site))
         x = _features(site, row, cells.tactic, w, analytic / best[row], self._columns, self._hardware)
-        relative, _ = self.choice_.predict(x)
+        correction, _ = self.choice_.predict(x)
+        relative = _expected(analytic / best[row]) + correction
         log_ms, sd = self.time_.predict(x)
         log_ms += np.log(analytic)
         # Anchor: the chosen tactic has its absolute time; close ones follow the choice forest, far ones their own.
@@ -294,8 +304,15 @@ class PerformanceModel:
         write_atomically(path, out.getvalue())
 
     @classmethod
-    def load(cls, path: Path) -> PerformanceModel:
+    def load(
+        cls, path: Path, *, device: str | None = None, quant: str | None = None, flashinfer: str | None = None
+    ) -> PerformanceModel:
         """Read a model that :meth:`save` wrote. Nothing in the file is executed.
+
+        Parameters
+        ----------
+        device, quant, flashinfer : str, optional
+            What the model must be of.
 
         Raises
         ------
@@ -304,32 +321,32 @@ class PerformanceModel:
         """
         way_out = "fit it again with `synth fit`"
         try:
-            with zipfile.ZipFile(path) as archive:
-                if sum(i.file_size for i in archive.infolist()) > _MAX_UNPACKED:
-                    raise SynthError(f"{path}: larger than any model; {way_out}")
-                meta = json.loads(archive.read("model.json"))
-                if meta["format"] != FORMAT or tuple(meta["features"]) != FEATURES:
-                    raise SynthError(f"{path}: a model of another version of synth; {way_out}")
-                arrays = {
-                    name.removesuffix(".npy"): np.lib.format.read_array(
-                        io.BytesIO(archive.read(name)), allow_pickle=False
-                    )
-                    for name in archive.namelist()
-                    if name.endswith(".npy")
-                }
+            files = _unpack(path)
+            meta = json.loads(files["model.json"])
+            if meta["format"] != FORMAT or tuple(meta["features"]) != FEATURES:
+                raise SynthError(f"{path}: a model of another version of synth; {way_out}")
+            arrays = {name.removesuffix(".npy"): _array(data) for name, data in files.items() if name.endswith(".npy")}
             origin = Origin(**meta["origin"])
+            for field, asked in (("device", device), ("quant", quant), ("flashinfer", flashinfer)):
+                if asked not in (None, getattr(origin, field)):
+                    raise SynthError(f"a model of {field} {getattr(origin, field)}, not {asked}")
             tactics = [Tactic.parse(meta["table"][str(i)]) for i in range(len(meta["table"]))]
             split = int(meta["gemm1"])
+            if not 0 < split < len(tactics):
+                raise SynthError("its tactics are not those of two stages")
+            known = _known_table(origin)
             model = cls(**meta["parameters"])
-            model._bind(
-                origin,
-                TacticTable(
-                    origin.flashinfer, origin.arch, origin.quant, tuple(tactics[:split]), tuple(tactics[split:])
-                ),
+            table = TacticTable(
+                origin.flashinfer, origin.arch, origin.quant, tuple(tactics[:split]), tuple(tactics[split:])
             )
+            if known not in (None, table) or any(0 in (*t.tile, *t.cluster) for t in tactics):
+                raise SynthError("its tactics are not those of its FlashInfer version")
+            model._bind(origin, table)
             model.shapes_ = tuple((str(label), str(MoEShape.parse(shape))) for label, shape in meta["shapes"])
             model.digest_ = str(meta["digest"])
             model.roofline_ = Roofline(tuple(float(meta["roofline"][name]) for name in DEFAULTS))
+            if not all(-20.0 <= x <= 6.0 for x in model.roofline_.constants):
+                raise SynthError("its constants are out of range")
             model.choice_, model.time_ = (
                 Forest.from_arrays(
                     {k.removeprefix(prefix): v for k, v in arrays.items() if k.startswith(prefix)}, len(FEATURES)
@@ -339,12 +356,14 @@ class PerformanceModel:
                 for prefix in ("choice_", "time_")
             )
             model.spread_ = float(meta["spread"])
+            if not 0.0 < model.spread_ < math.inf:
+                raise SynthError("its spread is no positive number")
             model.held_out_ = dict(meta["held_out"])
         except FileNotFoundError:
             raise SynthError(f"{path}: no such model; {way_out}") from None
         except SynthError as e:
             raise SynthError(str(e) if str(path) in str(e) else f"{path}: {e}; {way_out}") from None
-        except (OSError, zipfile.BadZipFile, KeyError, ValueError, TypeError, AttributeError, EOFError) as e:
+        except Exception as e:  # zipfile, zlib, json and numpy raise a dozen kinds for damaged input
             raise SynthError(f"{path}: not a model of synth ({type(e).__name__}); {way_out}") from None
         return model
 
@@ -396,7 +415,8 @@ _LEAST_SD = 0.004
 FEATURES = (
     "tokens", "rows", "k_steps", "tiles_n", "active", "waves", "dram_time", "flops_time", "tiles_m_per_expert",
     "activation_size", "n", "k", "experts", "rows_per_expert", "waves_ceil", "waves_ceil_ratio", "panels", "sweeps",
-    "swept_size", "expert_size", "inner_size", "flops_over_dram", "n_padding", "m_padding", "fill", "large",
+    "swept_size", "expert_size", "inner_size", "flops_over_dram", "output_share", "activation_share", "finalize_share",
+    "n_padding", "m_padding", "fill", "large",
     *(f"tiles_{e}" for e in EXTENTS[:-1]), *(f"fill_{e}" for e in EXTENTS[:-1]),
     "m_tile", "n_tile", "cluster_m", "cluster_n", "sm80", "finalize", "swap", "stages", "top_k", "gated", "stage",
     "analytic_relative",
@@ -456,6 +476,9 @@ def _features(
         "swept_size": np.log1p(w.sweep_bytes / dram),
         "inner_size": log(w.inner_bytes / l2),
         "flops_over_dram": log(w.padded_flops / hardware.flops / (dram / hardware.dram)),
+        "output_share": w.output_bytes / dram,
+        "activation_share": w.activation_bytes / dram,
+        "finalize_share": np.log1p(w.finalize_bytes / dram),
         "n_padding": w.tiles_n * columns.n[tactic] / s.n[site],
         "m_padding": w.tiles_m * columns.m[tactic] / s.rows[site],
         "fill": log(w.flops / w.padded_flops),
@@ -478,11 +501,56 @@ def _relative(table: Timings) -> Floats:
     return np.log(table.ms / _best(bucket, table.ms, len(keys))[bucket])
 
 
+def _expected(relative: Floats) -> Floats:
+    """Return what the choice forest corrects: half of the clipped logarithm of the analytic relative time.
+
+    All of it would pass on the analytic model's errors, none of it would leave what it knows of shapes far from any
+    fitted one to the forest, which can't extrapolate.
+    """
+    return np.asarray(0.5 * np.minimum(np.log(relative), _REACH))
+
+
 def _best(group: Ints, values: Floats, groups: int) -> Floats:
     """Return the least value of each group."""
     best = np.full(groups, np.inf)
     np.minimum.at(best, group, values)
     return best
+
+
+def _known_table(origin: Origin) -> TacticTable | None:
+    """Return the table of the origin's FlashInfer version, None where there is none."""
+    try:
+        return load_table(origin.arch, origin.quant, origin.flashinfer)
+    except SynthError:
+        return None
+
+
+def _unpack(path: Path) -> dict[str, bytes]:
+    """Return a model archive's files: each once, never more bytes than declared, nothing encrypted."""
+    with zipfile.ZipFile(path) as archive:
+        infos = archive.infolist()
+        names = {i.filename for i in infos}
+        if sum(i.file_size for i in infos) > _MAX_UNPACKED or len(names) != len(infos) or len(names) > _MAX_FILES:
+            raise SynthError("larger than any model")
+        files = {}
+        for info in infos:
+            # A plain read() would unpack everything first and cut it to the declared size afterwards.
+            with archive.open(info) as f:
+                files[info.filename] = f.read(info.file_size + 1)
+        return files
+
+
+def _array(data: bytes) -> NDArray[Any]:
+    """Read a one-dimensional array of numbers, whose size must be that of the data."""
+    stream = io.BytesIO(data)
+    version = np.lib.format.read_magic(stream)
+    if version != (1, 0):
+        raise ValueError("another version of the array format")
+    shape, _, dtype = np.lib.format.read_array_header_1_0(stream)
+    rest = data[stream.tell() :]
+    if dtype.hasobject or len(shape) != 1 or shape[0] < 0 or shape[0] * dtype.itemsize != len(rest):
+        raise ValueError("not an array of numbers")
+    return np.frombuffer(rest, dtype=dtype)
 
 
 def _add(archive: zipfile.ZipFile, name: str, data: bytes) -> None:

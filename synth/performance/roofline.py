@@ -107,6 +107,10 @@ class TacticColumns(NamedTuple):
     stages: Floats
     extent: Ints
 
+    def select(self, tactic: Ints) -> TacticColumns:
+        """Return the rows of these tactic ids."""
+        return TacticColumns(**{name: column[tactic] for name, column in self._asdict().items()})
+
 
 def tactic_columns(table: TacticTable, hardware: Hardware) -> TacticColumns:
     """Return `table` as arrays."""
@@ -171,7 +175,7 @@ def work(sites: Sites, site: Ints, tactic: Ints, columns: TacticColumns, hardwar
         The tactics.
     hardware : Hardware
     """
-    c = TacticColumns(*(column[tactic] for column in columns))
+    c = columns.select(tactic)
     n, k, rows, active = sites.n[site], sites.k[site], sites.rows[site], sites.active[site]
     tiles_m = sites.tiles[site, c.extent] * c.cluster_m
     tiles_n = np.ceil(n / (c.n * c.cluster_n)) * c.cluster_n
@@ -265,7 +269,7 @@ class Roofline:
 
     def predict(self, w: Work, tactic: Ints, columns: TacticColumns, hardware: Hardware) -> Floats:
         """Return the predicted time of each cell in ms."""
-        return _time(np.array(self.constants), w, TacticColumns(*(c[tactic] for c in columns)), hardware)
+        return _time(np.array(self.constants), w, columns.select(tactic), hardware)
 
     @classmethod
     def fit(
@@ -282,7 +286,7 @@ class Roofline:
         if len(rows) > _FIT_ROWS:
             rows = np.sort(np.random.default_rng(seed).choice(rows, _FIT_ROWS, replace=False))
         part = w.select(rows)
-        c = TacticColumns(*(column[tactic[rows]] for column in columns))
+        c = columns.select(tactic[rows])
         target = np.log(ms[rows])
 
         def residual(x: NDArray[np.float64]) -> Floats:
