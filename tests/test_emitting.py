@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -31,7 +32,7 @@ from synth.flashinfer.contract import (
     token_buckets,
 )
 from synth.measurements import Timings, load
-from synth.performance.model import PerformanceModel
+from synth.performance.model import Cells, PerformanceModel
 
 ROOT = Path(__file__).parent.parent
 H200 = get_device("NVIDIA H200")
@@ -284,7 +285,12 @@ def test_where_nothing_beats_the_fallback_nothing_is_written(sources: dict[str, 
 
 def test_entries_that_may_not_win_are_left_out_and_counted(sources: dict[str, Source]) -> None:
     unsure = fitted(load(ROOT / "measurements", "NVIDIA H200", "bf16", problems=[])[0])
-    unsure.spread_ = 12.0
+    gains = sorted(
+        math.log(r["fallback_ms"] / r["ms"]) for r in json.loads(make(sources, [LAYERS[3]]).sidecar)["choices"]
+    )
+    # So wide that the middle of the gains isn't sure, whatever the trees say of each cell.
+    cells = Cells((LAYERS[3].shape,), *(np.array([x]) for x in (0, 1, 16, 0)))
+    unsure.spread_ *= gains[len(gains) // 2] / (1.645 * math.sqrt(2) * float(unsure.predict(cells).log_sd[0]))
     sure, made = make(sources, [LAYERS[3]]), emit(H200, [LAYERS[3]], {"bf16": Source(unsure)}, max_tokens=MAX_TOKENS)
     assert made.tallies[0].left_out > 0 and made.entries < sure.entries
     assert made.entries + made.tallies[0].left_out == len(all_keys([LAYERS[3]]))
