@@ -29,6 +29,7 @@ $(CONFIG): $(MODELS)/.stamp
 	$(BIN)/synth emit --device "NVIDIA H200" $(OWN) -o $@
 
 $(MODELS)/.stamp: $(STAMP)-core $(SOURCES)
+	@mkdir -p $(BUILD)/measurements
 	$(BIN)/synth fit $(OWN)
 	@touch $@
 
