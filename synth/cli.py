@@ -27,7 +27,26 @@ _ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "situ", "relu2")
 
 
 class _Group(click.Group):
-    """Prints a :class:`SynthError` as one line and exits with 2."""
+    """Prints a :class:`SynthError`, or wrong usage, as one line and exits with 2."""
+
+    def main(self, *args: Any, **extra: Any) -> Any:
+        run: Callable[..., Any] = super().main
+        if not extra.pop("standalone_mode", True):
+            return run(*args, standalone_mode=False, **extra)
+        try:
+            code = run(*args, standalone_mode=False, **extra)
+        except click.exceptions.NoArgsIsHelpError as e:
+            e.show()
+            sys.exit(2)
+        except click.UsageError as e:
+            command = e.ctx.command_path if e.ctx is not None else "synth"
+            _fail(f"{e.format_message().rstrip('.')}; `{command} --help` lists what there is")
+        except click.ClickException as e:
+            _fail(e.format_message())
+        except click.Abort:
+            click.echo("interrupted", err=True)
+            sys.exit(130)
+        sys.exit(code if isinstance(code, int) else 0)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

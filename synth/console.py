@@ -7,6 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
@@ -14,9 +15,11 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from synth.collecting.reporters import CollectSummary, duration
-from synth.performance.evaluation import Evaluation, Regret
-from synth.planning import PlanSummary
+if TYPE_CHECKING:
+    from synth.collecting import CollectSummary
+    from synth.performance.evaluation import Evaluation, Regret
+    from synth.planning import PlanSummary
+
 
 #: Printed problems of input files, before the rest is only counted.
 _MOST_PROBLEMS = 10
@@ -55,6 +58,8 @@ def shape_regrets(title: str, evaluation: Evaluation) -> None:
 
 def plan_summary(plan: PlanSummary) -> None:
     """Print what a plan will cost."""
+    from synth.collecting import duration
+
     table(
         f"{plan.device}, FlashInfer {plan.flashinfer}, pass {', '.join(map(str, plan.passes))}",
         ["layer", "cells", "measuring", "memory GB"],
@@ -69,6 +74,8 @@ def plan_summary(plan: PlanSummary) -> None:
 
 def collect_summary(done: CollectSummary) -> None:
     """Print what a run did."""
+    from synth.collecting import duration
+
     click.echo(
         f"{done.outcome}: {done.timed} timings in this run ({done.failed} failed, {done.throttled} throttled), "
         f"{done.before} before, {done.missing} missing; {duration(done.measuring_s)} of measuring, "
