@@ -38,8 +38,6 @@ DEFAULT_MAX_TOKENS = 8192
 
 # Standard deviation of weights and unquantized inputs.
 _STD = 0.1
-# What isn't counted by tokens or experts: argument blocks of the grouped GEMMs, CUTLASS's own workspace.
-_WORKSPACE_SLACK = 64 << 20
 # Bytes of one value, and of the block scales that belong to one value.
 _VALUE_BYTES = {"bf16": (2.0, 0.0), "fp8": (1.0, 0.0), "nvfp4": (0.5, 1 / 16), "mxfp8_mxfp4": (0.5, 1 / 32)}
 _THROTTLE_CACHE_S = 1.0
@@ -73,23 +71,6 @@ def weight_bytes(shape: MoEShape, quant: str) -> int:
     value, scale = _VALUE_BYTES[quant]
     values = shape.experts * sum(n * k for n, k in map(shape.gemm_nk, STAGES))
     return math.ceil(values * (value + scale))
-
-
-def memory_bytes(shape: MoEShape, quant: str, tokens: int) -> int:
-    """Return about how many bytes of GPU memory timing a layer at up to `tokens` tokens takes.
-
-    The weights, the input, and twice the profiler's workspace of the larger stage, since FlashInfer allocates a
-    bucket's workspace before it frees the last one's. Source: ``GemmProfilerBackend::getProfilerWorkspaces`` in
-    FlashInfer's ``cutlass_fused_moe_kernels.cuh``.
-    """
-    activation = {"nvfp4": 0.5 + 1 / 16, "mxfp8_mxfp4": 1 + 1 / 32}.get(quant, _VALUE_BYTES[quant][0])
-    rows = tokens * shape.top_k
-    n1, _ = shape.gemm_nk(1)
-    gemm1 = rows * (activation * (shape.hidden + shape.inter) + 2 * n1)
-    gemm2 = rows * (activation * shape.inter + 2 * shape.hidden)
-    routing = 3 * ROUTING_SAMPLES * rows * 4 + shape.experts * tokens * 4
-    workspace = max(gemm1, gemm2) + routing + _WORKSPACE_SLACK
-    return weight_bytes(shape, quant) + math.ceil(activation * tokens * shape.hidden + 2 * workspace)
 
 
 # ---- one tactic --------------------------------------------------------------------------------------------
