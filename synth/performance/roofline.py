@@ -78,7 +78,8 @@ class Hardware:
         peak = device.tflops.get(quant)
         if device.sms is None or device.l2_mb is None or device.dram_gbs is None or peak is None:
             raise SynthError(
-                f"no model for {device.name} {quant}: its SMs, L2, bandwidth or {quant} peak are not in devices.toml"
+                f"no model for {device.name} {quant}: its SMs, L2, bandwidth or {quant} peak are not in devices.toml; "
+                "name a quantization with a public peak (`synth devices`) with --quant"
             )
         activation, weight, k = _OPERANDS[quant]
         return cls(
