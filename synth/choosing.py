@@ -7,7 +7,7 @@ has no timings at all.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from synth.catalog.shapes import MoEShape
 from synth.catalog.tactics import STAGES, Tactic, TacticTable
 from synth.measurements import Timings
-from synth.performance.geometry import Floats, Ints
+from synth.performance.geometry import Floats, Ints, least_by
 from synth.performance.model import Cells, PerformanceModel
 
 #: Tactics within this share of the best are ties: repeats of one timing differ by more (0.4 % in the median).
@@ -35,6 +35,10 @@ _PREDICTED_GAIN = 0.02
 _SHAPES_AT_ONCE = 8
 #: A bucket counts as swept, and is chosen from its timings alone, when this share of its tactics was timed.
 _SWEPT = 0.95
+
+
+#: A shape, stage and bucket.
+_Place = tuple[MoEShape, int, int]
 
 
 @dataclass(frozen=True)
@@ -94,9 +98,7 @@ def pick(group: Ints, ms: Floats, order: Ints, groups: int) -> Ints:
     order : ndarray of int64, shape (rows,)
         The fixed order that breaks ties.
     """
-    best = np.full(groups, np.inf)
-    np.minimum.at(best, group, ms)
-    tied = np.flatnonzero(ms <= best[group] * (1.0 + TIE))
+    tied = np.flatnonzero(ms <= least_by(group, ms, groups)[group] * (1.0 + TIE))
     ranked = tied[np.lexsort((order[tied], group[tied]))]
     first = np.concatenate([[True], group[ranked][1:] != group[ranked][:-1]])
     return np.asarray(ranked[first])
@@ -272,9 +274,7 @@ def _choice(table: TacticTable, shape: MoEShape, stage: int, bucket: int, fused:
     )
 
 
-def _grid(
-    table: TacticTable, shapes: Sequence[MoEShape], buckets: Sequence[int]
-) -> tuple[list[tuple[MoEShape, int, int]], Cells, Ints]:
+def _grid(table: TacticTable, shapes: Sequence[MoEShape], buckets: Sequence[int]) -> tuple[list[_Place], Cells, Ints]:
     """Return every (shape, stage, bucket), all their cells in that order, and each cell's place in it."""
     places = [(shape, stage, bucket) for shape in shapes for stage in STAGES for bucket in buckets]
     parts = [
@@ -290,33 +290,33 @@ def _grid(
 def _plausible(model: PerformanceModel, cells: Cells, site: Ints) -> NDArray[np.bool_]:
     """Return which cells are worth a full prediction: not far behind analytically, or the fallback."""
     analytic = model.predict_analytic(cells)
-    best = np.full(int(site.max()) + 1, np.inf)
-    np.minimum.at(best, site, analytic)
+    best = least_by(site, analytic, int(site.max()) + 1)
     fallback = np.isin(cells.tactic, [model.table.fallback_id(stage) for stage in STAGES])
     return np.asarray((analytic <= _ANALYTIC_CUT * best[site]) | fallback)
 
 
-def _measured(
-    timings: Timings, wanted: set[MoEShape]
-) -> tuple[dict[tuple[MoEShape, int, int], dict[int, float]], dict[tuple[MoEShape, int, int], set[int]]]:
+def _measured(timings: Timings, wanted: set[MoEShape]) -> tuple[dict[_Place, dict[int, float]], dict[_Place, set[int]]]:
     """Return the times of each measured bucket of the wanted shapes, and the tactics that ever failed in it."""
     rows = np.isin(timings.shape, [i for i, s in enumerate(timings.shapes) if s in wanted])
     if not rows.any():
         return {}, {}
     part = timings.select(rows)
-    failed = set(_keys(part.select(np.isnan(part.ms))))
-    found: dict[tuple[MoEShape, int, int], dict[int, float]] = {}
-    table = part.averaged()
-    for key, ms in zip(_keys(table), table.ms.tolist(), strict=True):
-        if key not in failed:
-            shape, stage, tokens, tactic = key
-            found.setdefault((table.shapes[shape], stage, tokens), {})[tactic] = ms
-    broken: dict[tuple[MoEShape, int, int], set[int]] = {}
-    for shape, stage, tokens, tactic in failed:
-        broken.setdefault((table.shapes[shape], stage, tokens), set()).add(tactic)
+    broken: dict[_Place, set[int]] = {}
+    for (shape, stage, tokens), times in times_by_bucket(part.select(np.isnan(part.ms))).items():
+        broken[part.shapes[shape], stage, tokens] = set(times)
+    found: dict[_Place, dict[int, float]] = {}
+    for (shape, stage, tokens), times in times_by_bucket(part.averaged()).items():
+        place = part.shapes[shape], stage, tokens
+        failed = broken.get(place, set())
+        if good := {tactic: ms for tactic, ms in times.items() if tactic not in failed}:
+            found[place] = good
     return found, broken
 
 
-def _keys(timings: Timings) -> Iterable[tuple[int, int, int, int]]:
-    columns = (timings.shape, timings.stage, timings.tokens, timings.tactic)
-    return zip(*(c.tolist() for c in columns), strict=True)
+def times_by_bucket(timings: Timings) -> dict[tuple[int, int, int], dict[int, float]]:
+    """Return the time in ms of each tactic by (shape index, stage, tokens); the last row of a cell counts."""
+    found: dict[tuple[int, int, int], dict[int, float]] = {}
+    columns = (timings.shape, timings.stage, timings.tokens, timings.tactic, timings.ms)
+    for shape, stage, tokens, tactic, ms in zip(*(c.tolist() for c in columns), strict=True):
+        found.setdefault((shape, stage, tokens), {})[tactic] = ms
+    return found

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import click
 
 from synth import __version__
+from synth.catalog.shapes import ACTIVATIONS
+from synth.catalog.tactics import DEFAULT_FLASHINFER, QUANTS
 from synth.errors import SynthError
 
 if TYPE_CHECKING:
@@ -21,9 +23,6 @@ if TYPE_CHECKING:
     from synth.measurements import Timings
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-_QUANTS = ("bf16", "fp8", "nvfp4", "mxfp8_mxfp4")
-_ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "situ", "relu2")
 
 
 class _Group(click.Group):
@@ -95,7 +94,9 @@ def _folders(command: F) -> F:
 
 
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-_flashinfer_option = click.option("--flashinfer", default="0.7.4", show_default=True, help="FlashInfer version.")
+_flashinfer_option = click.option(
+    "--flashinfer", default=DEFAULT_FLASHINFER, show_default=True, help="FlashInfer version."
+)
 
 
 def layer_options(command: F) -> F:
@@ -104,13 +105,15 @@ def layer_options(command: F) -> F:
         click.option("--model", "model_names", multiple=True, help="A model or a label such as glm-5-tp8; repeatable."),
         click.option("--tp", type=click.IntRange(1), help="Tensor-parallel size of the experts."),
         click.option("--ep", type=click.IntRange(1), help="Expert-parallel size."),
-        click.option("--quant", type=click.Choice(_QUANTS), help="Quantization."),
+        click.option("--quant", type=click.Choice(QUANTS), help="Quantization."),
         click.option("--config", "config_file", type=click.Path(path_type=Path), help="A model's config.json."),
         click.option("--hidden", type=click.IntRange(1), help="By hand: hidden size."),
         click.option("--inter", type=click.IntRange(1), help="By hand: intermediate size of one expert, undivided."),
         click.option("--experts", type=click.IntRange(1), help="By hand: routed experts, undivided."),
         click.option("--top-k", type=click.IntRange(1), help="By hand: experts per token."),
-        click.option("--activation", type=click.Choice(_ACTIVATIONS), help="By hand: activation.  [default: swiglu]"),
+        click.option(
+            "--activation", type=click.Choice(list(ACTIVATIONS)), help="By hand: activation.  [default: swiglu]"
+        ),
         click.option("--name", help="By hand: what to call the model."),
     ]
     for option in reversed(options):
@@ -159,7 +162,7 @@ def wanted_layers(
 def _by_hand(name: str, hidden: int, inter: int, experts: int, top_k: int, activation: str) -> Model:
     from synth.catalog.shapes import Model
 
-    return Model(name, name, hidden, inter, experts, top_k, activation, quants=_QUANTS, source="given by hand")
+    return Model(name, name, hidden, inter, experts, top_k, activation, quants=QUANTS, source="given by hand")
 
 
 @main.command()
@@ -211,7 +214,7 @@ def models(as_json: bool) -> None:
 @main.command()
 @_flashinfer_option
 @click.option("--arch", help="For example sm90.")
-@click.option("--quant", type=click.Choice(_QUANTS))
+@click.option("--quant", type=click.Choice(QUANTS))
 @_json_option
 def tactics(flashinfer: str, arch: str | None, quant: str | None, as_json: bool) -> None:
     """List FlashInfer's tactics: what each id is."""
@@ -236,7 +239,7 @@ def tactics(flashinfer: str, arch: str | None, quant: str | None, as_json: bool)
 
 @main.command()
 @click.option("--device", help="Only this device.")
-@click.option("--quant", type=click.Choice(_QUANTS), help="Only this quantization.")
+@click.option("--quant", type=click.Choice(QUANTS), help="Only this quantization.")
 @_folders
 def fit(device: str | None, quant: str | None, own_measurements: Path | None, own_models: Path | None) -> None:
     """Fit every device and quantization in the measurements into a model, and print its held-out regret."""
@@ -277,7 +280,7 @@ def fit(device: str | None, quant: str | None, own_measurements: Path | None, ow
 
 @main.command()
 @click.option("--device", default="NVIDIA H200", show_default=True)
-@click.option("--quant", type=click.Choice(_QUANTS), help="Only this quantization.")
+@click.option("--quant", type=click.Choice(QUANTS), help="Only this quantization.")
 @click.option("--by", type=click.Choice(["family", "shape"]), default="family", show_default=True, help="Hold out by.")
 @click.option(
     "--against",

@@ -324,31 +324,22 @@ def select(
     """
     if quant is not None and quant not in quants:
         raise SynthError(f"--quant {quant}: no tactics known for this device; known: {', '.join(quants)}")
-    found: list[Deployment] = []
-    refused: SynthError | None = None
+    narrowed = []
     for model in models:
-        wanted = [quant] if quant and (named or quant in model.quants) else [q for q in model.quants if quant is None]
-        sizes = [(tp or 1, ep or 1)] if named and (tp or ep) else _sizes(model, tp, ep)
-        for q in wanted:
-            if q not in quants:
-                continue
-            for size in sizes:
-                deployment = model.deploy(*size, q)
-                try:
-                    check_supported(deployment.shape, q)
-                except UnsupportedShapeError as e:
-                    refused = e
-                    continue
-                found.append(deployment)
-    if not found and refused is not None:
-        raise refused
+        wanted = (quant,) if quant and (named or quant in model.quants) else () if quant else model.quants
+        sizes = ((tp or 1, ep or 1),) if named and (tp or ep) else _sizes(model, tp, ep)
+        narrowed.append(replace(model, quants=wanted, deployments=sizes))
+    every = list(deployments(narrowed, quants=quants))
+    found = [d for d in every if padded_shape(d.shape, d.quant) == d.shape]
     if not found:
+        for d in every:
+            check_supported(d.shape, d.quant)
         raise SynthError(f"no deployment fits --tp {tp} --ep {ep} --quant {quant or ' or '.join(quants)}")
     return found
 
 
-def _sizes(model: Model, tp: int | None, ep: int | None) -> list[tuple[int, int]]:
-    return [size for size in model.deployments if tp in (None, size[0]) and ep in (None, size[1])]
+def _sizes(model: Model, tp: int | None, ep: int | None) -> tuple[tuple[int, int], ...]:
+    return tuple(size for size in model.deployments if tp in (None, size[0]) and ep in (None, size[1]))
 
 
 # What FlashInfer 0.7.4 asks of hidden and inter, read in data/csrc/fused_moe/cutlass_backend of the package:

@@ -5,7 +5,7 @@ Regret is the time of the chosen tactic over the time of the best, one value for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -13,16 +13,14 @@ from typing import Any
 import numpy as np
 
 from synth.catalog.shapes import family_of
-from synth.choosing import pick, tie_order
+from synth.choosing import pick, tie_order, times_by_bucket
 from synth.errors import SynthError
 from synth.measurements import Timings
-from synth.performance.geometry import Floats, Ints
+from synth.performance.geometry import Floats, Ints, least_by
 from synth.performance.model import Cells, PerformanceModel
 
 #: Fits that run at once.
 _THREADS = 2
-#: Ways to hold out.
-HELD_OUT_BY = ("family", "shape")
 #: The central share of a normal distribution within 1.645 standard deviations.
 INTERVAL = 0.90
 _INTERVAL_SD = 1.6449
@@ -125,9 +123,8 @@ class Judge:
         if not len(self.timings):
             raise SynthError("no timings to judge by")
         self.keys, self.bucket = self.timings.buckets()
-        self.best = np.full(len(self.keys), np.inf)
-        np.minimum.at(self.best, self.bucket, self.timings.ms)
-        self._second = _lookup(timings.averaged(_later_passes(timings)))
+        self.best = least_by(self.bucket, self.timings.ms, len(self.keys))
+        self._second = times_by_bucket(timings.averaged(_later_passes(timings)))
         self._order = tie_order(self.timings.table)[self.timings.tactic]
 
     def rows(self, score: Floats) -> Ints:
@@ -139,7 +136,7 @@ class Judge:
         t = self.timings
         chosen = self.rows(score)
         second = np.full(len(self.keys), np.nan)
-        for i, key in enumerate(map(tuple, self.keys.tolist())):
+        for i, key in enumerate((a, b, c) for a, b, c in self.keys.tolist()):
             if key in self._second:
                 times = self._second[key]
                 tactic = int(t.tactic[chosen[i]])
@@ -309,11 +306,3 @@ def _later_passes(timings: Timings) -> list[int]:
     """Return the passes after each table's first."""
     numbers: list[int] = np.unique(timings.pass_).tolist()
     return numbers[1:]
-
-
-def _lookup(timings: Timings) -> Mapping[tuple[int, ...], dict[int, float]]:
-    found: dict[tuple[int, ...], dict[int, float]] = {}
-    columns = (timings.shape, timings.stage, timings.tokens, timings.tactic, timings.ms)
-    for shape, stage, tokens, tactic, ms in zip(*(c.tolist() for c in columns), strict=True):
-        found.setdefault((shape, stage, tokens), {})[tactic] = ms
-    return found

@@ -26,6 +26,13 @@ EXTENTS = (16, 32, 64, 128, 256, 512)
 LARGE_ROWS = 64
 
 
+def least_by(group: Ints, values: Floats, groups: int) -> Floats:
+    """Return the least of `values` in each group, infinity for a group without one, shape (groups,)."""
+    least = np.full(groups, np.inf)
+    np.minimum.at(least, group, values)
+    return least
+
+
 @dataclass(frozen=True)
 class RowDistribution:
     """How many rows one expert gets: the possible numbers and their probabilities.

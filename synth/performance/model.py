@@ -28,7 +28,7 @@ from synth.errors import SynthError
 from synth.files import write_atomically
 from synth.measurements import Origin, Timings, digest
 from synth.performance.forest import Forest
-from synth.performance.geometry import EXTENTS, Floats, Ints, Sites, sites
+from synth.performance.geometry import EXTENTS, Floats, Ints, Sites, least_by, sites
 from synth.performance.roofline import DEFAULTS, Hardware, Roofline, TacticColumns, Work, tactic_columns, work
 
 #: Version of the model file and of the features; a file of another one has to be fitted again.
@@ -201,7 +201,7 @@ class PerformanceModel:
             w.select(reach), cells.tactic[reach], self._columns, self._hardware, table.ms[reach], seed=self.seed
         )
         analytic = self._analytic(w, cells)
-        relative = analytic / _best(row, analytic, len(site))[row]
+        relative = analytic / least_by(row, analytic, len(site))[row]
         x = _features(
             site, row[keep], cells.tactic[keep], w.select(keep), relative[keep], self._columns, self._hardware
         )
@@ -251,15 +251,15 @@ class PerformanceModel:
         analytic = self._analytic(w, cells)
         if self.choice_ is None or self.time_ is None:
             return Prediction(analytic, np.full(len(cells), _ANALYTIC_SD))
-        best = _best(row, analytic, len(site))
+        best = least_by(row, analytic, len(site))
         x = _features(site, row, cells.tactic, w, analytic / best[row], self._columns, self._hardware)
         correction, _ = self.choice_.predict(x)
         relative = _expected(analytic / best[row]) + correction
         log_ms, sd = self.time_.predict(x)
         log_ms += np.log(analytic)
         # Anchor: the chosen tactic has its absolute time; close ones follow the choice forest, far ones their own.
-        least = _best(row, relative, len(site))
-        anchor = _best(row, np.where(relative == least[row], log_ms, np.inf), len(site))
+        least = least_by(row, relative, len(site))
+        anchor = least_by(row, np.where(relative == least[row], log_ms, np.inf), len(site))
         behind = relative - least[row]
         log_ms = anchor[row] + np.where(behind < _CLOSE, behind, np.maximum(log_ms - anchor[row], _CLOSE))
         return Prediction(np.exp(log_ms), self.spread_ * np.hypot(sd, _LEAST_SD))
@@ -498,7 +498,7 @@ def _features(
 def _relative(table: Timings) -> Floats:
     """Return log(ms / best ms of the bucket) of every row."""
     keys, bucket = table.buckets()
-    return np.log(table.ms / _best(bucket, table.ms, len(keys))[bucket])
+    return np.log(table.ms / least_by(bucket, table.ms, len(keys))[bucket])
 
 
 def _expected(relative: Floats) -> Floats:
@@ -508,13 +508,6 @@ def _expected(relative: Floats) -> Floats:
     fitted one to the forest, which can't extrapolate.
     """
     return np.asarray(0.5 * np.minimum(np.log(relative), _REACH))
-
-
-def _best(group: Ints, values: Floats, groups: int) -> Floats:
-    """Return the least value of each group."""
-    best = np.full(groups, np.inf)
-    np.minimum.at(best, group, values)
-    return best
 
 
 def _known_table(origin: Origin) -> TacticTable | None:
