@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -175,7 +175,9 @@ def choose(
                 if times := measured.get((shape, stage, bucket)):
                     allowed = [i for i, t in table.items(stage) if (fused or not t.finalize) and i not in broken]
                     options = _conditioned(options, {i: times[i] for i in allowed if i in times}, allowed, order)
-                choices.append(_choice(table, shape, stage, bucket, fused, options))
+                choice = _choice(table, shape, stage, bucket, fused, options)
+                # Where nothing but failed tactics is left there is no entry to write.
+                choices.append(replace(choice, beats_fallback=False) if choice.tactic_id in broken else choice)
         if progress is not None:
             progress(start + len(batch))
     return choices

@@ -317,3 +317,9 @@ def test_a_choice_without_a_fallbacks_time_is_left_out() -> None:
         del times[stage, 16, TABLE.fallback_id(stage)]
     found = choose(Made(lambda s, t: 2.0), [OLMOE], [16], timings=made_up(times))
     assert not any(c.beats_fallback for c in found if math.isnan(c.fallback_ms))
+
+
+def test_where_every_plausible_tactic_failed_nothing_is_written() -> None:
+    t = made_up({}, [(1, 16, i) for i, _ in TABLE.items(1)])
+    c = one(choose(Made(lambda s, t: 1.0 if t == 2 else 2.0), [OLMOE], [16], timings=t), 1)
+    assert not c.beats_fallback
