@@ -61,6 +61,9 @@ DEFAULT_POLICY: Mapping[str, Any] = {
     "routing": "uniform random",
 }
 
+#: Repeats further than this from their median (logarithm) were disturbed; near the best, one in a hundred is.
+OUTLIER = 0.03
+
 Provenance = dict[str, Any]
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -335,20 +338,33 @@ class Timings:
         return self.select(self.pass_ == number)
 
     def averaged(self, passes: Iterable[int] | None = None) -> Timings:
+        """Merge the repeats of a cell into one row, sorted by cell; see :meth:`merged`."""
+        return self.merged(passes)[0]
+
+    def merged(self, passes: Iterable[int] | None = None) -> tuple[Timings, Ints]:
         """Merge the repeats of a cell into one row by their geometric mean, sorted by cell.
 
-        Failed timings are left out, throttled ones where the cell has another. `pass_` becomes 0.
+        Failed timings are left out, throttled ones where the cell has another, and those that differ from the cell's
+        median by more than ``OUTLIER``. The median of two is the faster: what disturbs a timing makes it longer.
+        `pass_` becomes 0.
 
         Parameters
         ----------
         passes : iterable of int, optional
             Only these passes.
+
+        Returns
+        -------
+        timings : Timings
+            One row a cell.
+        repeats : int64 array, shape (cells,)
+            Timings behind each row.
         """
         keep = ~np.isnan(self.ms)
         if passes is not None:
             keep &= np.isin(self.pass_, list(passes))
         rows = self.select(keep)
-        rows = rows.select(np.lexsort((rows.throttled, rows.tactic, rows.tokens, rows.stage, rows.shape)))
+        rows = rows.select(np.lexsort((rows.ms, rows.throttled, rows.tactic, rows.tokens, rows.stage, rows.shape)))
         cells = np.stack([rows.shape, rows.stage, rows.tokens, rows.tactic])
         new = np.ones(len(rows), dtype=np.bool_)
         new[1:] = (cells[:, 1:] != cells[:, :-1]).any(axis=0)
@@ -356,12 +372,13 @@ class Timings:
         cell = np.cumsum(new) - 1
         # A cell's first row is unthrottled if any is, so rows that differ from it are the throttled ones to skip.
         used = rows.throttled == rows.throttled[first][cell]
-        count = np.bincount(cell[used], minlength=len(first))
+        median = rows.ms[first + (np.bincount(cell[used], minlength=len(first)) - 1) // 2]
+        used &= np.abs(np.log(rows.ms / median[cell])) <= OUTLIER
+        count = np.bincount(cell[used], minlength=len(first)).astype(np.int64)
         total = np.bincount(cell[used], weights=np.log(rows.ms[used]), minlength=len(first))
-        merged = rows.select(first)
         # One timing alone stays as it was measured, to the last bit.
-        ms = np.where(count == 1, merged.ms, np.exp(total / np.maximum(count, 1)))
-        return replace(merged, ms=ms, pass_=np.zeros(len(first), dtype=np.int64))
+        ms = np.where(count == 1, median, np.exp(total / np.maximum(count, 1)))
+        return replace(rows.select(first), ms=ms, pass_=np.zeros(len(first), dtype=np.int64)), count
 
     def buckets(self) -> tuple[Ints, Ints]:
         """Group the rows by (shape, stage, tokens): the places where one tactic has to be chosen.

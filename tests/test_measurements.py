@@ -569,26 +569,44 @@ def test_appending_adds_to_the_file_and_keeps_it_when_refused(tmp_path: Path) ->
 def test_averaging_is_the_geometric_mean_of_what_can_be_trusted() -> None:
     passes = {n: {"n": n} for n in (1, 2, 3)}
     rows = [
-        Row(1, 1, 1, 0, 1.0), Row(2, 1, 1, 0, 4.0), Row(3, 1, 1, 0, 99.0, throttled=True),
+        Row(1, 1, 1, 0, 2.0), Row(2, 1, 1, 0, 2.02), Row(3, 1, 1, 0, 99.0, throttled=True),
         Row(1, 1, 1, 1, 0.1 + 0.2),
         Row(1, 1, 1, 2, math.nan, error="x"), Row(2, 1, 1, 2, 3.0),
         Row(1, 1, 1, 3, math.nan, error="x"),
-        Row(1, 1, 1, 4, 2.0, throttled=True), Row(2, 1, 1, 4, 8.0, throttled=True),
+        Row(1, 1, 1, 4, 8.0, throttled=True), Row(2, 1, 1, 4, 8.0, throttled=True),
         Row(1, 2, 1, 45, 7.0),
     ]  # fmt: skip
     (timings,) = combine([timings_of(rows, passes=passes)])
     got = timings.averaged()
     assert got.tactic.tolist() == [0, 1, 2, 4, 45]
     assert got.stage.tolist() == [1, 1, 1, 1, 2]
-    np.testing.assert_allclose(got.ms, [2.0, 0.1 + 0.2, 3.0, 4.0, 7.0], rtol=1e-12)
+    np.testing.assert_allclose(got.ms, [math.sqrt(2.0 * 2.02), 0.1 + 0.2, 3.0, 8.0, 7.0], rtol=1e-12)
     assert got.ms[1] == 0.1 + 0.2
     assert got.throttled.tolist() == [False, False, False, True, False]
     assert set(got.pass_.tolist()) == {0}
     only = timings.averaged(passes=[2])
-    assert dict(zip(only.tactic.tolist(), only.ms.tolist(), strict=True)) == {0: 4.0, 2: 3.0, 4: 8.0}
-    assert timings.with_pass(2).ms.tolist() == [4.0, 3.0, 8.0]
+    assert dict(zip(only.tactic.tolist(), only.ms.tolist(), strict=True)) == {0: 2.02, 2: 3.0, 4: 8.0}
+    assert timings.with_pass(2).ms.tolist() == [2.02, 3.0, 8.0]
     assert len(timings.with_pass(9)) == len(timings.with_pass(9).averaged()) == 0
     assert len(timings.with_pass(9).best_per_bucket()[0]) == 0
+
+
+@pytest.mark.parametrize(
+    ("times", "merged", "repeats"),
+    [
+        ([2.0], 2.0, 1),
+        ([2.0, 2.02], math.sqrt(2.0 * 2.02), 2),
+        ([2.0, 2.6], 2.0, 1),
+        ([2.6, 2.0, 2.02], math.sqrt(2.0 * 2.02), 2),
+        ([2.0, 1.2, 2.0, 2.0], 2.0, 3),
+    ],
+)
+def test_a_disturbed_repeat_counts_for_nothing(times: list[float], merged: float, repeats: int) -> None:
+    rows = [Row(p, 1, 1, 0, ms) for p, ms in enumerate(times, 1)]
+    (timings,) = combine([timings_of(rows, passes={p: {} for p in range(1, len(times) + 1)})])
+    got, count = timings.merged()
+    assert got.ms[0] == pytest.approx(merged)
+    assert count.tolist() == [repeats]
 
 
 @settings(max_examples=40, deadline=None)
