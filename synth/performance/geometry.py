@@ -1,21 +1,24 @@
 """Tiles, active experts and rows of a grouped GEMM under random routing: exact, and vectorised over cells.
 
-Every token picks ``top_k`` distinct experts uniformly, so the rows of one expert follow
-``M ~ Binomial(tokens, top_k / total_experts)``. What a kernel does with an expert's rows depends on
+Every token picks ``top_k`` distinct experts, expert i with probability p_i, so the rows of one expert follow
+``M ~ Binomial(tokens, p_i)``. Under uniform routing ``p_i = top_k / total_experts``; under another one it is
+:meth:`synth.performance.routing.Routing.inclusion`. What a kernel does with an expert's rows depends on
 ``ceil(M / tile)``, whose mean and variance follow from the binomial's probabilities.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.special import gammaln
 
 from synth.catalog.shapes import MoEShape
+from synth.performance.routing import UNIFORM, Routing
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -67,9 +70,8 @@ class RowDistribution:
         return float(self.probability[self.rows > rows].sum())
 
 
-@functools.lru_cache(maxsize=65536)
-def uniform_rows(tokens: int, probability: float) -> RowDistribution:
-    """Return the distribution of one expert's rows under uniform random routing.
+def expert_rows(tokens: int, probability: float) -> RowDistribution:
+    """Return the distribution of one expert's rows.
 
     Parameters
     ----------
@@ -110,7 +112,7 @@ class Sites:
     active : ndarray of float64, shape (s,)
         Expected experts with at least one row.
     large : ndarray of float64, shape (s,)
-        Probability that an active expert has more than ``LARGE_ROWS`` rows.
+        Share of the active experts that have more than ``LARGE_ROWS`` rows.
     tiles, tiles_sd : ndarray of float64, shape (s, len(EXTENTS))
         Mean and standard deviation of the number of tiles along tokens, over all experts of this rank,
         for each extent of ``EXTENTS``. Experts are taken as independent for the deviation.
@@ -134,25 +136,36 @@ class Sites:
         return len(self.tokens)
 
 
-def sites(shapes: Sequence[MoEShape], shape: Ints, stage: Ints, tokens: Ints) -> Sites:
+def sites(shapes: Sequence[MoEShape], shape: Ints, stage: Ints, tokens: Ints, routing: Routing = UNIFORM) -> Sites:
     """Compute the geometry of ``(shapes[shape[i]], stage[i], tokens[i])`` for every i.
+
+    All ranks of an expert-parallel layer get the same config, and any of them may hold the popular experts. So what
+    is given is the mean over ranks: the mean over all experts of the layer, times those that a rank holds.
 
     Parameters
     ----------
     shapes : sequence of MoEShape
     shape, stage, tokens : ndarray of int64, shape (s,)
         Index into `shapes`, stage 1 or 2, tokens in the batch.
+    routing : Routing
+        How tokens spread over the experts.
+
+    Raises
+    ------
+    SynthError
+        When the routing is not one of a shape: counts of another number of experts.
     """
     column = functools.partial(np.array, dtype=np.float64)
     experts = column([s.experts for s in shapes])[shape]
     nk = column([[s.gemm_nk(1), s.gemm_nk(2)] for s in shapes]).reshape(-1, 2, 2)[shape, stage - 1]
-    table: dict[tuple[int, float], tuple[float, ...]] = {}
-    probability = [s.expert_probability for s in shapes]
-    keys = [(int(t), probability[i]) for i, t in zip(shape.tolist(), tokens.tolist(), strict=True)]
-    for key in keys:
-        if key not in table:
-            table[key] = _row_summary(*key)
-    summary = column([table[key] for key in keys]).reshape(len(keys), -1)
+    if routing.is_uniform:
+        probability = [s.expert_probability for s in shapes]
+        summary = _table(
+            _row_summary, [(t, probability[i]) for i, t in zip(shape.tolist(), tokens.tolist(), strict=True)]
+        )
+    else:
+        layer = [(s.experts * s.ep_size, s.top_k, routing) for s in shapes]
+        summary = _table(_mean_summary, [(t, *layer[i]) for i, t in zip(shape.tolist(), tokens.tolist(), strict=True)])
     e = len(EXTENTS)
     return Sites(
         tokens=tokens.astype(np.float64),
@@ -171,9 +184,34 @@ def sites(shapes: Sequence[MoEShape], shape: Ints, stage: Ints, tokens: Ints) ->
     )
 
 
+def _table(summarize: Callable[..., tuple[float, ...]], keys: list[Any]) -> Floats:
+    """Return the summary of every key, one row each; each distinct key is summarised once."""
+    found = {key: summarize(*key) for key in dict.fromkeys(keys)}
+    return np.array([found[key] for key in keys], dtype=np.float64).reshape(len(keys), -1)
+
+
 @functools.lru_cache(maxsize=65536)
 def _row_summary(tokens: int, probability: float) -> tuple[float, ...]:
-    m = uniform_rows(tokens, probability)
-    active = m.active()
+    """Return rows, activity, share of large ones, and tiles' means and variances of an expert with a probability."""
+    rows, active, large, *tiles = _summary(tokens, probability)
+    return (rows, active, large / active, *tiles)
+
+
+@functools.lru_cache(maxsize=8192)
+def _mean_summary(tokens: int, experts: int, top_k: int, routing: Routing) -> tuple[float, ...]:
+    """Return the mean over a layer's experts of what :func:`_row_summary` gives, `large` weighted by activity."""
+    p, counts = np.unique(routing.inclusion(experts, top_k), return_counts=True)
+    # Experts without tokens have no rows; equally likely ones have the same.
+    used = [(float(q), float(n)) for q, n in zip(p, counts, strict=True) if q > 0.0]
+    rows = np.array([_summary(tokens, q) for q, _ in used])
+    share = np.array([n for _, n in used]) / experts
+    mean: Floats = share @ rows
+    mean[2] /= mean[1]
+    return tuple(mean.tolist())
+
+
+def _summary(tokens: int, probability: float) -> tuple[float, ...]:
+    """Return rows, activity, probability of being large, and tiles' means and variances of one expert."""
+    m = expert_rows(tokens, probability)
     tiles = [m.tiles(extent) for extent in EXTENTS]
-    return (m.mean(), active, m.exceeds(LARGE_ROWS) / active, *(t[0] for t in tiles), *(t[1] for t in tiles))
+    return (m.mean(), m.active(), m.exceeds(LARGE_ROWS), *(t[0] for t in tiles), *(t[1] for t in tiles))

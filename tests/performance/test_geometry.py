@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 from scipy.stats import binom
 
 from synth.catalog.shapes import MoEShape
-from synth.performance.geometry import EXTENTS, LARGE_ROWS, Sites, sites, uniform_rows
+from synth.errors import SynthError
+from synth.performance.geometry import EXTENTS, LARGE_ROWS, Sites, expert_rows, sites
+from synth.performance.routing import UNIFORM, Routing
 
 
 @st.composite
@@ -17,14 +19,14 @@ def shapes(draw: st.DrawFn) -> MoEShape:
     return MoEShape(draw(st.integers(1, 64)) * 128, draw(st.integers(1, 32)) * 64, experts, top_k, ep)
 
 
-def site(shape: MoEShape, tokens: int, stage: int = 1) -> Sites:
-    return sites([shape], np.array([0]), np.array([stage]), np.array([tokens]))
+def site(shape: MoEShape, tokens: int, stage: int = 1, routing: Routing = UNIFORM) -> Sites:
+    return sites([shape], np.array([0]), np.array([stage]), np.array([tokens]), routing)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 17, 256, 3000, 32768])
 @pytest.mark.parametrize("probability", [1 / 512, 8 / 256, 0.3, 0.99])
 def test_rows_are_binomial(tokens: int, probability: float) -> None:
-    found = uniform_rows(tokens, probability)
+    found = expert_rows(tokens, probability)
     exact = binom.pmf(found.rows, tokens, probability)
     np.testing.assert_allclose(found.probability, exact, rtol=1e-8, atol=1e-14)
     assert exact.sum() == pytest.approx(1.0, abs=1e-11)
@@ -38,7 +40,7 @@ def test_tiles_are_those_of_the_whole_binomial(extent: int) -> None:
     tokens, probability = 1500, 8 / 128
     m = np.arange(tokens + 1)
     weight, n = binom.pmf(m, tokens, probability), np.ceil(m / extent)
-    mean, variance = uniform_rows(tokens, probability).tiles(extent)
+    mean, variance = expert_rows(tokens, probability).tiles(extent)
     assert mean == pytest.approx(weight @ n, rel=1e-9)
     assert variance == pytest.approx(weight @ (n - weight @ n) ** 2, rel=1e-6, abs=1e-9)
 
@@ -131,10 +133,82 @@ def test_where_every_token_goes_to_every_expert_nothing_is_random(tokens: int, e
 @pytest.mark.parametrize("probability", [1e-9, 1 / 512, 0.5, 1.0 - 1e-9])
 def test_huge_batches_stay_accurate(probability: float) -> None:
     tokens = 2**31 - 1
-    found = uniform_rows(tokens, probability)
+    found = expert_rows(tokens, probability)
     assert found.probability.sum() == pytest.approx(1.0)
     assert found.mean() == pytest.approx(tokens * probability, rel=1e-5)
     mean, variance = found.tiles(128)
     assert np.isfinite(mean) and variance >= 0.0
     assert mean >= tokens * probability / 128 * (1.0 - 1e-5)
     assert len(found.rows) < 2_000_000
+
+
+# --- skewed routing --------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60)
+@given(shapes(), st.integers(1, 20000), st.sampled_from(["zipf:0.3", "zipf:1", "zipf:2.5", "zipf:10", "hot:1"]))
+def test_counts_bound_each_other_under_skewed_routing(shape: MoEShape, tokens: int, text: str) -> None:
+    s, even = site(shape, tokens, routing=Routing.parse(text)), site(shape, tokens)
+    extents, slack = np.array(EXTENTS), 1.0 + 1e-9
+    assert s.rows[0] == pytest.approx(even.rows[0])
+    assert 0.0 < s.active[0] <= even.active[0] * slack
+    tiles = s.tiles[0]
+    assert (tiles * slack >= s.active[0]).all() and (tiles * slack >= s.rows[0] / extents).all()
+    assert (tiles <= (s.active[0] + s.rows[0] / extents) * slack).all()
+    assert (s.tiles_sd[0] >= 0.0).all() and 0.0 <= s.large[0] <= slack
+
+
+def test_equally_likely_experts_are_uniform_routing_however_they_are_given() -> None:
+    shape = MoEShape(512, 256, 16, 4, 8)
+    even = site(shape, 300)
+    counted = site(shape, 300, routing=Routing.counts([[7.0] * 128]))
+    for name in Sites.__dataclass_fields__:
+        np.testing.assert_allclose(getattr(counted, name), getattr(even, name), rtol=1e-9, err_msg=name)
+        np.testing.assert_array_equal(getattr(site(shape, 300, 1, Routing.zipf(0.0)), name), getattr(even, name))
+
+
+@pytest.mark.parametrize("text", ["zipf:0.6", "zipf:1.2", "hot:1"])
+@pytest.mark.parametrize(
+    ("shape", "tokens"),
+    [(MoEShape(512, 256, 64, 8), 300), (MoEShape(512, 256, 8, 4, 4), 700), (MoEShape(8, 8, 8, 2), 9)],
+)
+def test_drawn_routings_have_the_geometry_that_is_computed(shape: MoEShape, tokens: int, text: str) -> None:
+    routing, rng, draws = Routing.parse(text), np.random.default_rng(0), 600
+    total = shape.experts * shape.ep_size
+    rows, active, large = (np.empty(draws) for _ in range(3))
+    tiles = np.empty((draws, len(EXTENTS)))
+    for i in range(draws):
+        mine = np.bincount(routing.sample(total, shape.top_k, tokens, rng).ravel(), minlength=total)[: shape.experts]
+        rows[i], active[i], large[i] = mine.sum(), (mine > 0).sum(), (mine > LARGE_ROWS).sum()
+        tiles[i] = [np.ceil(mine / extent).sum() for extent in EXTENTS]
+    s = site(shape, tokens, routing=routing)
+
+    def within(sample: np.ndarray, mean: float) -> bool:
+        return abs(sample.mean() - mean) <= 5.0 * sample.std() / np.sqrt(draws) + 1e-3
+
+    assert within(rows, s.rows[0]) and within(active, s.active[0]) and within(large, s.large[0] * s.active[0])
+    for j in range(len(EXTENTS)):
+        assert within(tiles[:, j], s.tiles[0, j])
+        if shape.ep_size == 1:
+            # Which experts a rank holds varies between draws, and is no part of the deviation.
+            assert tiles[:, j].std() <= 1.1 * s.tiles_sd[0, j] + 1e-6
+
+
+def test_ranks_share_the_rows_of_the_whole_layer_under_skewed_routing_too() -> None:
+    routing = Routing.zipf(1.0)
+    whole = site(MoEShape(512, 256, 256, 8), 777, routing=routing)
+    rank = site(MoEShape(512, 256, 32, 8, 8), 777, routing=routing)
+    for name in ("rows", "active", "tiles"):
+        np.testing.assert_allclose(getattr(whole, name), 8.0 * getattr(rank, name), rtol=1e-12)
+    assert whole.large[0] == rank.large[0]
+
+
+def test_one_expert_with_every_token_is_full_and_the_others_share_the_rest() -> None:
+    s = site(MoEShape(512, 256, 4, 1), 1000, routing=Routing.always(1))
+    assert (s.rows[0], s.active[0], s.large[0]) == (1000.0, 1.0, 1.0)
+    assert s.tiles[0].tolist() == [-(-1000 // extent) for extent in EXTENTS] and not s.tiles_sd.any()
+
+
+def test_counts_of_another_number_of_experts_are_refused() -> None:
+    with pytest.raises(SynthError, match="counts of 3 experts, but a layer has 64"):
+        site(MoEShape(512, 256, 64, 8), 8, routing=Routing.counts([[1, 2, 3]]))
