@@ -107,6 +107,13 @@ class Forest:
         variance = np.sum([s[1] for s in sums], axis=0) / len(trees) - mean * mean
         return mean, np.sqrt(np.maximum(variance, 0.0))
 
+    def each(self, x: NDArray[np.float32]) -> Floats:
+        """Return what each tree predicts, shape (trees, cells)."""
+        x = np.ascontiguousarray(x, dtype=np.float32)
+        trees: list[Any] = self._trees  # type: ignore[attr-defined]
+        with ThreadPoolExecutor(_THREADS) as pool:
+            return np.array(list(pool.map(lambda tree: tree.predict(x).ravel(), trees)))
+
     def arrays(self) -> dict[str, NDArray[Any]]:
         """Return the arrays that a file holds; :meth:`from_arrays` reads them."""
         return {"sizes": self.sizes, "feature": self.feature, "threshold": self.threshold, "value": self.value}

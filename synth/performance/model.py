@@ -30,9 +30,10 @@ from synth.measurements import Origin, Timings, digest
 from synth.performance.forest import Forest
 from synth.performance.geometry import EXTENTS, Floats, Ints, Sites, least_by, sites
 from synth.performance.roofline import DEFAULTS, Hardware, Roofline, TacticColumns, Work, tactic_columns, work
+from synth.performance.routing import UNIFORM, Routing
 
 #: Version of the model file and of the features; a file of another one has to be fitted again.
-FORMAT = 1
+FORMAT = 2
 #: Largest model file that is read, unpacked, in bytes.
 _MAX_UNPACKED = 256 * 1024 * 1024
 #: Most files in a model archive.
@@ -43,6 +44,13 @@ _EPOCH = (1980, 1, 1, 0, 0, 0)
 _REACH = 0.5
 #: Tactics predicted within this logarithm of the best are told apart by the choice forest alone.
 _CLOSE = 0.3
+#: A bucket was swept when this share of its tactics was timed.
+SWEPT = 0.95
+#: Fewer swept buckets than this don't make a choice forest.
+_LEAST_SWEPT = 24
+#: The one forest of a device of which only a sample was timed: its trees reproduce every timing.
+_SPARSE_TREES = 60
+_SPARSE_FEATURES = 0.9
 _PARAMETERS = ("choice_trees", "time_trees", "leaf", "features", "near", "far", "seed")
 
 
@@ -57,6 +65,8 @@ class Cells:
         Index into `shapes`.
     stage, tokens, tactic : ndarray of int64, shape (cells,)
         Stage 1 or 2, tokens in the batch, tactic id.
+    routing : Routing
+        How tokens spread over the experts, for all cells; that of every timing unless given.
     """
 
     shapes: Sequence[MoEShape]
@@ -64,6 +74,7 @@ class Cells:
     stage: Ints
     tokens: Ints
     tactic: Ints
+    routing: Routing = UNIFORM
 
     def __len__(self) -> int:
         return len(self.shape)
@@ -72,17 +83,20 @@ class Cells:
     def of(cls, timings: Timings) -> Cells:
         """Return the cells of a table of timings, row by row."""
         columns = (timings.shape, timings.stage, timings.tokens, timings.tactic)
-        return cls(timings.shapes, *(c.astype(np.int64) for c in columns))
+        shape, stage, tokens, tactic = (c.astype(np.int64) for c in columns)
+        return cls(timings.shapes, shape, stage, tokens, tactic)
 
     def select(self, rows: NDArray[Any]) -> Cells:
         """Return some of the cells."""
-        return Cells(self.shapes, self.shape[rows], self.stage[rows], self.tokens[rows], self.tactic[rows])
+        part = (self.shape[rows], self.stage[rows], self.tokens[rows], self.tactic[rows])
+        return Cells(self.shapes, *part, self.routing)
 
     def sites(self) -> tuple[Sites, Ints]:
         """Return the geometry of each distinct (shape, stage, tokens), and each cell's row in it."""
         key = (self.shape * 2 + (self.stage - 1)) * (int(self.tokens.max(initial=0)) + 1) + self.tokens
         _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
-        return sites(self.shapes, self.shape[first], self.stage[first], self.tokens[first]), inverse.astype(np.int64)
+        found = sites(self.shapes, self.shape[first], self.stage[first], self.tokens[first], self.routing)
+        return found, inverse.astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -95,10 +109,13 @@ class Prediction:
         Predicted time. Within a site the order of close tactics is the choice forest's.
     log_sd : ndarray of float64, shape (cells,)
         Standard deviation of the logarithm of `ms`.
+    choice_sd : ndarray of float64, shape (cells,)
+        How far the trees disagree on the logarithm of a cell's time beside the others of its bucket; not calibrated.
     """
 
     ms: Floats
     log_sd: Floats
+    choice_sd: Floats
 
 
 class PerformanceModel:
@@ -107,6 +124,9 @@ class PerformanceModel:
     Two forests correct the analytic model. The *choice* forest predicts log(ms / best ms of the bucket), less half of
     what the analytic model says of it: what tells close tactics apart. The *time* forest predicts
     log(ms / analytic ms): absolute times, for margins and durations.
+
+    The best of a bucket is only known where it was swept, so that the choice forest is fitted on swept buckets. Where
+    there are hardly any, a time forest of another kind does both: it is fitted on all timings and reproduces them.
 
     Parameters
     ----------
@@ -135,11 +155,13 @@ class PerformanceModel:
         Digest of the timings.
     roofline_ : Roofline
     choice_, time_ : Forest or None
-        None for an analytic model.
+        Both None for an analytic model, the first for one of a sample.
     spread_ : float
         Factor from the trees' disagreement to the standard deviation of a prediction's logarithm.
     held_out_ : dict
         Regret and coverage measured on shapes held out, when it was.
+    calibration_ : dict of float
+        What turns the probabilities of a posterior into calibrated ones, when it was measured.
     """
 
     def __init__(
@@ -171,6 +193,7 @@ class PerformanceModel:
     time_: Forest | None
     spread_: float
     held_out_: dict[str, Any]
+    calibration_: dict[str, float]
 
     def fit(self, timings: Timings) -> PerformanceModel:
         """Fit all rows of `timings`, repeats averaged first.
@@ -189,7 +212,13 @@ class PerformanceModel:
         self.digest_ = digest(timings)
         self.spread_ = 1.0
         self.held_out_ = {}
-        lost = np.minimum(_relative(table), _REACH)
+        self.calibration_ = {}
+        keys, bucket = table.buckets()
+        swept = self._swept(keys, bucket)
+        if swept.sum() < _LEAST_SWEPT:
+            return self._fit_sample(Cells.of(table), table.ms, Roofline())
+        swept_row = swept[bucket]
+        lost = np.where(swept_row, np.minimum(_relative(table), _REACH), 0.0)
         rng = np.random.default_rng(self.seed)
         fallback = np.isin(table.tactic, [self._table.fallback_id(stage) for stage in STAGES])
         keep = np.flatnonzero((lost < self.near) | fallback | (rng.random(len(table)) < self.far))
@@ -201,15 +230,80 @@ class PerformanceModel:
             w.select(reach), cells.tactic[reach], self._columns, self._hardware, table.ms[reach], seed=self.seed
         )
         analytic = self._analytic(w, cells)
-        relative = analytic / least_by(row, analytic, len(site))[row]
+        best = least_by(row, analytic, len(site))[row] if swept.all() else self._best_analytic(cells)
+        relative = analytic / best
         x = _features(
             site, row[keep], cells.tactic[keep], w.select(keep), relative[keep], self._columns, self._hardware
         )
-        lost, analytic, ms = lost[keep], analytic[keep], table.ms[keep]
-        weight = np.exp(-5.0 * lost)
-        self.choice_ = self._grow(x, lost - _expected(relative[keep]), weight, self.choice_trees, self.seed)
+        lost, analytic, ms, known = lost[keep], analytic[keep], table.ms[keep], swept_row[keep]
+        weight = np.exp(-5.0 * lost[known])
+        target = lost[known] - _expected(relative[keep][known])
+        self.choice_ = self._grow(x[known], target, weight, self.choice_trees, self.seed)
         self.time_ = self._grow(x, np.log(ms / analytic), None, self.time_trees, self.seed + 1)
         return self
+
+    @classmethod
+    def of_sample(
+        cls, origin: Origin, table: TacticTable, cells: Cells, ms: Floats, *, start: Roofline, seed: int = 0
+    ) -> PerformanceModel:
+        """Return a model of some timings spread over a device's cells.
+
+        Parameters
+        ----------
+        cells, ms
+            What was timed, each cell once, and its times in ms.
+        start : Roofline
+            Where the fit of the analytic constants starts, and what it keeps where the timings don't say otherwise.
+        """
+        model = cls(seed=seed)
+        model._bind(origin, table)
+        model.shapes_ = ()
+        model.digest_ = ""
+        model.spread_ = 1.0
+        model.held_out_ = {}
+        model.calibration_ = {}
+        return model._fit_sample(cells, ms, start)
+
+    def _fit_sample(self, cells: Cells, ms: Floats, start: Roofline) -> PerformanceModel:
+        site, row = cells.sites()
+        w = self._work(site, row, cells)
+        self.roofline_ = Roofline.fit(w, cells.tactic, self._columns, self._hardware, ms, seed=self.seed, start=start)
+        analytic = self._analytic(w, cells)
+        relative = analytic / self._best_analytic(cells)
+        x = _features(site, row, cells.tactic, w, relative, self._columns, self._hardware)
+        forest = ExtraTreesRegressor(
+            _SPARSE_TREES, max_features=_SPARSE_FEATURES, n_jobs=self.jobs, random_state=self.seed
+        )
+        self.choice_ = None
+        self.time_ = Forest.of(forest.fit(x, np.log(ms / analytic)).estimators_)
+        return self
+
+    def _swept(self, keys: Ints, bucket: Ints) -> NDArray[np.bool_]:
+        """Return which buckets were swept."""
+        tactics = np.array([len(self._table.ids(stage)) for stage in STAGES])[keys[:, 1] - 1]
+        return np.asarray(np.bincount(bucket, minlength=len(keys)) >= SWEPT * tactics)
+
+    def _best_analytic(self, cells: Cells) -> Floats:
+        """Return the least analytic time of all tactics at each cell's site, shape (cells,)."""
+        site, row = cells.sites()
+        best = np.full(len(site), np.inf)
+        _, first = np.unique(row, return_index=True)
+        for stage in STAGES:
+            ids = np.array(self._table.ids(stage), dtype=np.int64)
+            mine = np.flatnonzero(cells.stage[first] == stage)
+            if not len(mine):
+                continue
+            at = first[mine]
+            full = Cells(
+                cells.shapes,
+                np.repeat(cells.shape[at], len(ids)),
+                np.repeat(cells.stage[at], len(ids)),
+                np.repeat(cells.tokens[at], len(ids)),
+                np.tile(ids, len(at)),
+                cells.routing,
+            )
+            best[mine] = self.predict_analytic(full).reshape(len(at), len(ids)).min(axis=1)
+        return np.asarray(best[row])
 
     def _grow(self, x: NDArray[np.float32], y: Floats, weight: Floats | None, trees: int, seed: int) -> Forest:
         forest = ExtraTreesRegressor(
@@ -228,12 +322,18 @@ class PerformanceModel:
         model.choice_ = model.time_ = None
         model.spread_ = 1.0
         model.held_out_ = {}
+        model.calibration_ = {}
         return model
 
     @property
     def table(self) -> TacticTable:
         """The tactics that this model predicts."""
         return self._table
+
+    @property
+    def columns(self) -> TacticColumns:
+        """The same tactics as arrays."""
+        return self._columns
 
     def predict(self, cells: Cells) -> Prediction:
         """Predict cells.
@@ -245,24 +345,38 @@ class PerformanceModel:
             their times relative to the best.
         """
         if not len(cells):
-            return Prediction(np.zeros(0), np.zeros(0))
+            return Prediction(np.zeros(0), np.zeros(0), np.zeros(0))
         site, row = cells.sites()
         w = self._work(site, row, cells)
         analytic = self._analytic(w, cells)
-        if self.choice_ is None or self.time_ is None:
-            return Prediction(analytic, np.full(len(cells), _ANALYTIC_SD))
-        best = least_by(row, analytic, len(site))
-        x = _features(site, row, cells.tactic, w, analytic / best[row], self._columns, self._hardware)
-        correction, _ = self.choice_.predict(x)
-        relative = _expected(analytic / best[row]) + correction
+        if self.time_ is None:
+            sd = np.full(len(cells), _ANALYTIC_SD)
+            return Prediction(analytic, sd, sd / 2.0)
+        relative = analytic / least_by(row, analytic, len(site))[row]
+        x = _features(site, row, cells.tactic, w, relative, self._columns, self._hardware)
         log_ms, sd = self.time_.predict(x)
         log_ms += np.log(analytic)
+        log_sd = self.spread_ * np.hypot(sd, _LEAST_SD)
+        if self.choice_ is None:
+            return Prediction(np.exp(log_ms), log_sd, sd)
+        correction, choice_sd = self.choice_.predict(x)
+        relative = _expected(relative) + correction
         # Anchor: the chosen tactic has its absolute time; close ones follow the choice forest, far ones their own.
         least = least_by(row, relative, len(site))
         anchor = least_by(row, np.where(relative == least[row], log_ms, np.inf), len(site))
         behind = relative - least[row]
         log_ms = anchor[row] + np.where(behind < _CLOSE, behind, np.maximum(log_ms - anchor[row], _CLOSE))
-        return Prediction(np.exp(log_ms), self.spread_ * np.hypot(sd, _LEAST_SD))
+        return Prediction(np.exp(log_ms), log_sd, choice_sd)
+
+    def draws(self, cells: Cells) -> Floats:
+        """Return what each tree of the time forest says of log ms, shape (trees, cells); as :meth:`predict`."""
+        assert self.time_ is not None
+        site, row = cells.sites()
+        w = self._work(site, row, cells)
+        analytic = self._analytic(w, cells)
+        relative = analytic / least_by(row, analytic, len(site))[row]
+        x = _features(site, row, cells.tactic, w, relative, self._columns, self._hardware)
+        return self.time_.each(x) + np.log(analytic)
 
     def knows(self, shape: MoEShape) -> bool:
         """Return whether timings of `shape` were fitted."""
@@ -291,6 +405,7 @@ class PerformanceModel:
             "roofline": dict(zip(DEFAULTS, self.roofline_.constants, strict=True)),
             "spread": self.spread_,
             "held_out": self.held_out_,
+            "calibration": self.calibration_,
             "features": list(FEATURES),
             "parameters": {name: getattr(self, name) for name in _PARAMETERS},
         }
@@ -351,7 +466,7 @@ class PerformanceModel:
                 Forest.from_arrays(
                     {k.removeprefix(prefix): v for k, v in arrays.items() if k.startswith(prefix)}, len(FEATURES)
                 )
-                if arrays
+                if any(k.startswith(prefix) for k in arrays)
                 else None
                 for prefix in ("choice_", "time_")
             )
@@ -359,6 +474,9 @@ class PerformanceModel:
             if not 0.0 < model.spread_ < math.inf:
                 raise SynthError("its spread is no positive number")
             model.held_out_ = dict(meta["held_out"])
+            model.calibration_ = {str(k): float(v) for k, v in meta["calibration"].items()}
+            if not all(map(math.isfinite, model.calibration_.values())):
+                raise SynthError("its calibration is not made of numbers")
         except FileNotFoundError:
             raise SynthError(f"{path}: no such model; {way_out}") from None
         except SynthError as e:

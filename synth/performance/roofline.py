@@ -254,6 +254,8 @@ DEFAULTS = {
     "sm80_stage": -0.8,  # not a logarithm: per stage above 3
 }
 _NAMES = tuple(DEFAULTS)
+#: Constants where nothing is known but the data sheet: bandwidth and L2 as specified, the rest round numbers.
+NEUTRAL = (-4.6, 0.0, -2.0, 0.0, 0.7, 0.0, 0.2, -9.0, -9.0, -7.0, -7.0, -7.0, -3.0, 0.0, 0.0, 0.5, 0.5, -0.3)
 
 
 @dataclass(frozen=True)
@@ -274,7 +276,15 @@ class Roofline:
 
     @classmethod
     def fit(
-        cls, w: Work, tactic: Ints, columns: TacticColumns, hardware: Hardware, ms: Floats, *, seed: int = 0
+        cls,
+        w: Work,
+        tactic: Ints,
+        columns: TacticColumns,
+        hardware: Hardware,
+        ms: Floats,
+        *,
+        seed: int = 0,
+        start: Roofline | None = None,
     ) -> Roofline:
         """Fit the constants to timings by least squares on log ms with a soft-L1 loss.
 
@@ -282,6 +292,8 @@ class Roofline:
         ----------
         w, tactic, ms
             Cells that are worth predicting well (not many times slower than the best), and their times in ms.
+        start : Roofline, optional
+            Where to start, and what to keep where the timings say nothing; the defaults if not given.
         """
         rows = np.arange(len(ms))
         if len(rows) > _FIT_ROWS:
@@ -292,11 +304,11 @@ class Roofline:
 
         def residual(x: NDArray[np.float64]) -> Floats:
             # A weak pull towards the defaults keeps constants that these timings don't show.
-            pull = 0.05 * (x - start)
+            pull = 0.05 * (x - begin)
             return np.concatenate([np.log(_time(x, part, c, hardware)) - target, pull])
 
-        start = np.array(list(DEFAULTS.values()))
-        fitted = least_squares(residual, start, loss="soft_l1", f_scale=0.1, max_nfev=60, bounds=(-20.0, 6.0))
+        begin = np.array((start or cls()).constants)
+        fitted = least_squares(residual, begin, loss="soft_l1", f_scale=0.1, max_nfev=60, bounds=(-20.0, 6.0))
         return cls(tuple(float(f"{x:.6g}") for x in fitted.x))
 
 

@@ -25,6 +25,7 @@ from synth.choosing import choose
 from synth.errors import SynthError
 from synth.measurements import Origin, Timings
 from synth.performance.model import FEATURES, Cells, PerformanceModel
+from synth.performance.routing import UNIFORM, Routing
 
 ROOT = Path(__file__).parent.parent.parent
 OLMOE = MoEShape(2048, 1024, 64, 8)
@@ -301,7 +302,7 @@ def test_a_wrong_description_is_refused(
 
 _ORIGIN = {"device": "NVIDIA H200", "arch": "sm90", "quant": "bf16", "flashinfer": "0.7.4", "policy": "{}"}
 _FORGED: dict[str, dict[str, Any]] = {
-    "format 2": {"format": 2},
+    "format 1": {"format": 1},
     "other features": {"features": list(FEATURES[:-1])},
     "origin is a list": {"origin": []},
     "unknown device": {"origin": {**_ORIGIN, "device": "NVIDIA X9"}},
@@ -429,3 +430,77 @@ def test_saving_over_a_model_replaces_it_whole(small_model: PerformanceModel, st
     for _ in range(2):
         small_model.save(path)
     assert path.read_bytes() == stored and [p.name for p in path.parent.iterdir()] == ["m.zip"]
+
+
+def test_cells_keep_their_routing_and_the_model_uses_it(small_model: PerformanceModel, few: Timings) -> None:
+    cells = some_cells(few)
+    assert cells.routing is UNIFORM
+    skewed = dataclasses.replace(cells, routing=Routing.zipf(1.5))
+    rows = np.arange(0, len(cells), 3)
+    assert skewed.select(rows).routing == skewed.routing
+    (even, row), (site, same_row) = cells.sites(), skewed.sites()
+    assert (row == same_row).all() and (site.active <= even.active * (1.0 + 1e-9)).all()
+    p, q = small_model.predict(cells), small_model.predict(skewed)
+    assert np.isfinite(q.ms).all() and (q.ms > 0).all() and not np.array_equal(p.ms, q.ms)
+    again = small_model.predict(dataclasses.replace(cells, routing=Routing.zipf(0.0)))
+    np.testing.assert_array_equal(again.ms, p.ms)
+    assert not np.array_equal(small_model.predict_analytic(cells), small_model.predict_analytic(skewed))
+
+
+# --- a sample of a device ---------------------------------------------------------------------------------------------
+
+
+def sampled(few: Timings, share: float) -> Timings:
+    """Return a random share of some sweeps."""
+    return few.select(np.random.default_rng(0).random(len(few)) < share)
+
+
+def test_a_sample_is_fitted_by_one_forest_that_reproduces_it(few: Timings, tmp_path: Path) -> None:
+    part = sampled(few, 0.1)
+    model = PerformanceModel().fit(part)
+    assert model.choice_ is None
+    timed = np.isin(_key(some_cells(few)), _key(some_cells(part)))
+    np.testing.assert_allclose(model.predict(some_cells(few)).ms[timed], part.averaged().ms, rtol=0.01)
+    model.save(tmp_path / "m.zip")
+    again = PerformanceModel.load(tmp_path / "m.zip")
+    assert again.choice_ is None
+    assert again.predict(some_cells(few)).ms.tolist() == model.predict(some_cells(few)).ms.tolist()
+    assert again.fingerprint() == model.fingerprint()
+    rest = few.averaged()
+    error = np.abs(np.log(model.predict(some_cells(few)).ms / rest.ms))
+    assert np.median(error) < 0.15
+
+
+def test_sampled_shapes_beside_swept_ones_dont_blur_what_is_best(few: Timings) -> None:
+    """In a sampled bucket the best timed tactic isn't the best one: the choice forest must not learn from it."""
+    whole = few.shape != few.labels.index("olmoe")
+    swept = PerformanceModel(choice_trees=3, time_trees=2).fit(few.select(whole))
+    slow = ~whole & (few.tactic % 7 == 3)
+    mixed = PerformanceModel(choice_trees=3, time_trees=2).fit(few.select(whole | slow))
+    assert swept.choice_ is not None
+    assert mixed.choice_ is not None
+    cells = some_cells(few.select(~whole))
+    best = few.select(~whole).averaged()
+    keys, bucket = best.buckets()
+    for model in (swept, mixed):
+        ms = model.predict(cells).ms
+        chosen = np.array([np.flatnonzero(bucket == b)[np.argmin(ms[bucket == b])] for b in range(len(keys))])
+        least = np.array([best.ms[bucket == b].min() for b in range(len(keys))])
+        assert np.exp(np.log(best.ms[chosen] / least).mean()) < 1.08
+
+
+def test_trees_of_a_sample_disagree_where_nothing_was_timed(few: Timings) -> None:
+    part = sampled(few, 0.05)
+    model = PerformanceModel().fit(part)
+    cells = some_cells(few)
+    assert model.time_ is not None
+    draws = model.draws(cells)
+    assert draws.shape == (60, len(cells))
+    np.testing.assert_allclose(np.exp(draws.mean(axis=0)), model.predict(cells).ms, rtol=1e-9)
+    known = np.isin(np.arange(len(cells)), np.flatnonzero(np.isin(_key(cells), _key(some_cells(part)))))
+    spread = draws.std(axis=0)
+    assert np.quantile(spread[known], 0.95) < 0.01 < np.median(spread[~known])
+
+
+def _key(cells: Cells) -> np.ndarray:
+    return ((cells.shape * 2 + cells.stage) * 10_000 + cells.tokens) * 1_000 + cells.tactic

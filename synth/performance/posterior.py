@@ -1,0 +1,535 @@
+"""What a few timings of a layer say about its other cells.
+
+The model's predictions for one (shape, stage) are off by errors that its cells share: the level of a bucket, a tactic
+that this shape likes less than others do, a tile, a cluster size. A joint normal distribution over the logarithms of
+the candidates' times holds these errors; each timing narrows it. From it come the choice, the probability that the
+choice is near the best, the regret that is left, and what one more timing would be worth.
+
+The method is that of the knowledge gradient with correlated beliefs (Frazier, Powell, Dayanik: The Knowledge-Gradient
+Policy for Correlated Normal Beliefs, INFORMS Journal on Computing 21(4), 2009).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.polynomial.hermite_e import hermegauss
+from numpy.typing import NDArray
+
+from synth.catalog.shapes import MoEShape
+from synth.catalog.tactics import STAGES
+from synth.measurements import Timings
+from synth.performance.geometry import Floats, Ints, least_by
+from synth.performance.model import Cells, PerformanceModel
+from synth.performance.roofline import TacticColumns
+
+#: Tactics predicted within this logarithm of their bucket's best are candidates …
+_REACH = 0.12
+#: … but at most this many in a bucket.
+_MOST = 16
+#: Predictions further than this behind the best are too optimistic …
+_TRUSTED = 0.02
+#: … by this share of what exceeds it (the forest is fitted on the near tactics).
+_OPTIMISM = 0.5
+
+
+class _Kernel(NamedTuple):
+    """How errors of the predictions are shared. Deviations are of logarithms, lengths in doublings of the tokens."""
+
+    #: A candidate's own deviation: its least, and how it grows with the trees' disagreement and behind the best.
+    least: float = 0.006
+    disagreement: float = 0.9
+    behind: float = 0.1
+    #: Shares of its variance that it has in common with: itself in other buckets, equal tiles, equal tile along
+    #: tokens, equal cluster; and what it has alone.
+    tactic: float = 0.48
+    tile: float = 0.10
+    rows: float = 0.02
+    cluster: float = 0.15
+    alone: float = 0.25
+    length: float = 3.0
+    #: The level of a bucket, which no choice depends on: over all buckets, and of one bucket.
+    level: float = 0.055
+    level_length: float = 4.0
+    level_alone: float = 0.004
+
+
+KERNEL = _Kernel()
+#: Repeats of a timing differ by this much (logarithm) …
+_NOISE = 0.0035
+#: … and by this much in ms, the timer's own.
+_JITTER_MS = 0.00015
+#: An error this many deviations away is taken as the cell's own rather than one that it shares.
+_SURPRISE = 2.0
+#: After this many rounds such errors no longer change what is said of the others.
+_ROUNDS_OF_OWN = 3
+#: Timings of a bucket that show a shift of all predictions, those predicted fastest; and how many it takes.
+_ANCHORS = 5
+_FEW = 3
+#: A single timing faster than believed by this logarithm, and this many deviations, is a fault of the timer: among
+#: 6,416 repeated ones, all that were fast by 5 deviations were confirmed, and none was fast by this much.
+_TOO_FAST = 0.25
+_SURELY = 8.0
+#: Nodes and weights that integrate over a standard normal.
+_NODES, _WEIGHTS = hermegauss(9)
+_WEIGHTS = _WEIGHTS / _WEIGHTS.sum()
+#: Candidates this many deviations behind the best can't become the choice, and aren't worth a timing.
+_HOPELESS = 4.0
+#: Timed tactics within this factor of the fastest timed one are candidates whatever the model says.
+_CLOSE = 1.1
+#: Added to the logarithm of a failed tactic's time.
+_RULED_OUT = 1000
+#: More than there are tactics in a table.
+_IDS = 4096
+#: Shares behind the best whose probabilities are stated.
+NEAR = (0.01, 0.02)
+#: Groups whose draws are held at once.
+_GROUPS_AT_ONCE = 256
+#: Added to variances before their root is taken.
+_LITTLE = 1e-9
+#: Draws that estimate probabilities, and their seed.
+_DRAWS = 256
+
+
+def noise_sd(ms: Floats | float) -> Floats:
+    """Return the standard deviation of the logarithm of one timing of `ms`."""
+    return np.asarray(np.hypot(_NOISE, _JITTER_MS / np.asarray(ms)))
+
+
+def candidates(bucket: Ints, ms: Floats, must: NDArray[np.bool_]) -> Ints:
+    """Return the rows that come into question, sorted by bucket.
+
+    Parameters
+    ----------
+    bucket : ndarray of int64, shape (rows,)
+        Bucket of each row, 0 and up.
+    ms : ndarray of float64, shape (rows,)
+        Predicted times.
+    must : ndarray of bool, shape (rows,)
+        Rows to keep in any case.
+    """
+    behind = np.log(ms / least_by(bucket, ms, int(bucket.max(initial=-1)) + 1)[bucket])
+    order = np.lexsort((behind, bucket))
+    first = np.searchsorted(bucket[order], bucket[order])
+    rank = np.empty(len(bucket), dtype=np.int64)
+    rank[order] = np.arange(len(bucket)) - first
+    keep = np.flatnonzero(((behind < _REACH) & (rank < _MOST)) | must)
+    return np.asarray(keep[np.argsort(bucket[keep], kind="stable")])
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Timings of one (shape, stage) that a posterior takes in; every array has shape (timings,).
+
+    Attributes
+    ----------
+    tokens, tactic : ndarray of int64
+    ms : ndarray of float64
+        Time of the cell, the mean of its repeats.
+    repeats : ndarray of int64
+        How many there were.
+    extra_sd : float
+        Deviation of the logarithms beyond the noise of timings, where they were taken under other conditions.
+    """
+
+    tokens: Ints
+    tactic: Ints
+    ms: Floats
+    repeats: Ints
+    extra_sd: float = 0.0
+
+
+def timed_of(timings: Timings, shape: MoEShape) -> dict[int, Timed]:
+    """Return the good timings of a shape by stage."""
+    rows = np.isin(timings.shape, [i for i, s in enumerate(timings.shapes) if s == shape])
+    merged, repeats = timings.select(rows).merged()
+    return {
+        stage: Timed(merged.tokens[at].astype(np.int64), merged.tactic[at].astype(np.int64), merged.ms[at], repeats[at])
+        for stage in STAGES
+        if len(at := np.flatnonzero(merged.stage == stage))
+    }
+
+
+def believe(
+    model: PerformanceModel,
+    shape: MoEShape,
+    stage: int,
+    buckets: Sequence[int],
+    timed: Timed | None = None,
+    *,
+    without: Collection[tuple[int, int]] = (),
+) -> Posterior:
+    """Return what a model and some timings say about one stage of a shape.
+
+    Parameters
+    ----------
+    buckets : sequence of int
+        Token counts.
+    timed : Timed, optional
+        Timings of this shape and stage; those of other token counts count too.
+    without : collection of (int, int)
+        (tokens, tactic) that are no candidates, since they failed.
+    """
+    ids = np.array(model.table.ids(stage), dtype=np.int64)
+    counts = np.unique(np.concatenate([np.asarray(buckets, dtype=np.int64), timed.tokens if timed else ids[:0]]))
+    tokens, tactic = np.repeat(counts, len(ids)), np.tile(ids, len(counts))
+    one = np.ones(len(tokens), dtype=np.int64)
+    prediction = model.predict(Cells((shape,), one * 0, one * stage, tokens, tactic))
+    rows = np.flatnonzero(~np.isin(tokens * _IDS + tactic, [t * _IDS + i for t, i in without]))
+    return update(tokens[rows], tactic[rows], prediction.ms[rows], prediction.choice_sd[rows], model.columns, timed)
+
+
+def update(
+    tokens: Ints, tactic: Ints, ms: Floats, choice_sd: Floats, columns: TacticColumns, timed: Timed | None
+) -> Posterior:
+    """Return what predictions of one (shape, stage), and some timings, say.
+
+    Parameters
+    ----------
+    tokens, tactic, ms, choice_sd
+        As in :meth:`Posterior.prior`, but of all tactics that may be chosen.
+    timed : Timed or None
+        Timings of other cells than these are passed over.
+    """
+    _, bucket = np.unique(tokens, return_inverse=True)
+    must = np.zeros(len(tokens), dtype=bool)
+    if timed is not None:
+        row = _rows_of(tokens, tactic, timed.tokens, timed.tactic)
+        near = ms <= math.exp(_REACH) * least_by(bucket, ms, int(bucket.max()) + 1)[bucket]
+        ms = ms * math.exp(_shift(timed, np.log(ms), np.where(near[row], row, -1)))
+        counts, place = np.unique(timed.tokens, return_inverse=True)
+        close = timed.ms <= _CLOSE * least_by(place, timed.ms, len(counts))[place]
+        must[row[close & (row >= 0)]] = True
+    rows = candidates(bucket, ms, must)
+    posterior = Posterior.prior(tokens[rows], tactic[rows], ms[rows], choice_sd[rows], columns)
+    if timed is not None:
+        posterior.condition(timed)
+    return posterior
+
+
+@dataclass
+class Posterior:
+    """A joint normal distribution of log ms over candidates of one (shape, stage).
+
+    Attributes
+    ----------
+    tokens, tactic : ndarray of int64, shape (n,)
+        The candidates, sorted by tokens.
+    mean : ndarray of float64, shape (n,)
+        Expected log ms.
+    covariance : ndarray of float64, shape (n, n)
+    timed : ndarray of int64, shape (n,)
+        Timings that each candidate has had.
+    """
+
+    tokens: Ints
+    tactic: Ints
+    mean: Floats
+    covariance: Floats
+    timed: Ints
+
+    def __post_init__(self) -> None:
+        changes = self.tokens[1:] != self.tokens[:-1]
+        self._starts = np.flatnonzero(np.concatenate([[True], changes]))
+        self._bucket = np.concatenate([[0], np.cumsum(changes)]).astype(np.int64)
+
+    @classmethod
+    def prior(
+        cls, tokens: Ints, tactic: Ints, ms: Floats, choice_sd: Floats, columns: TacticColumns, kernel: _Kernel = KERNEL
+    ) -> Posterior:
+        """Return what is believed before any timing.
+
+        Parameters
+        ----------
+        tokens, tactic : ndarray of int64, shape (n,)
+            Candidates sorted by tokens, see :func:`candidates`; at least one.
+        ms : ndarray of float64, shape (n,)
+            Predicted times.
+        choice_sd : ndarray of float64, shape (n,)
+            The trees' disagreement on each candidate's relative time.
+        columns : TacticColumns
+            The tactics, by id.
+        """
+        changes = np.concatenate([[True], tokens[1:] != tokens[:-1]])
+        mean, behind = _expected(np.cumsum(changes) - 1, ms)
+        covariance = _covariance(tokens, tactic, behind, choice_sd, columns, kernel)
+        return cls(tokens, tactic, mean, covariance, np.zeros(len(tokens), dtype=np.int64))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def buckets(self) -> Ints:
+        """The token counts, ascending."""
+        return np.asarray(self.tokens[self._starts])
+
+    def observe(self, row: int, ms: float, repeats: int = 1) -> None:
+        """Take in a timing of one candidate, or the mean of some repeats; see :meth:`condition`."""
+        one = np.array([row])
+        self.condition(Timed(self.tokens[one], self.tactic[one], np.array([ms]), np.array([repeats])))
+
+    def condition(self, timed: Timed) -> None:
+        """Take in timings, each cell once; those of no candidate are passed over.
+
+        A timing that is far from what the others and the model say of it moves its own cell and hardly the rest: such
+        errors are nearly always the cell's own, and the next pass confirms them. One that no other has come near, far
+        too fast and not repeated, is left out. Where the first timings are all slower or faster than predicted by
+        far, on a GPU with another power limit for example, the predictions are shifted first.
+        """
+        row = self.rows(timed.tokens, timed.tactic)
+        known = np.flatnonzero(row >= 0)
+        if not len(known):
+            return
+        if not self.timed.any():
+            self.mean = self.mean + _shift(timed, self.mean, row)
+        row, ms, repeats = row[known], timed.ms[known], timed.repeats[known]
+        noise = noise_sd(ms) ** 2 / repeats + timed.extra_sd**2
+        error = np.log(ms) - self.mean[row]
+        own, left_out, variance = _own(self.covariance[np.ix_(row, row)], noise, error)
+        alone = (repeats == 1) & (left_out < -np.maximum(_TOO_FAST, _SURELY * np.sqrt(variance)))
+        if alone.any():
+            row, repeats, noise, error = row[~alone], repeats[~alone], noise[~alone], error[~alone]
+            if not len(row):
+                return
+            own, _, _ = _own(self.covariance[np.ix_(row, row)], noise, error)
+        covariance = self.covariance.copy()
+        covariance[row, row] += own
+        columns = covariance[:, row]
+        gain = np.linalg.solve(covariance[np.ix_(row, row)] + np.diag(noise), columns.T)
+        self.mean = self.mean + error @ gain
+        self.covariance = covariance - columns @ gain
+        self.timed[row] += repeats
+
+    def rule_out(self, row: int) -> None:
+        """Take a candidate out of the running, since it failed; where nothing else is left it stays."""
+        self.mean = self.mean.copy()
+        self.mean[row] += _RULED_OUT
+        self.timed[row] = _RULED_OUT
+
+    def rows(self, tokens: Ints, tactic: Ints) -> Ints:
+        """Return the row of each cell, -1 for what is no candidate."""
+        return _rows_of(self.tokens, self.tactic, tokens, tactic)
+
+    def chosen(self) -> Ints:
+        """Return the row of the least expected time in each bucket."""
+        order = np.lexsort((self.mean, self._bucket))
+        return np.asarray(order[self._starts])
+
+    def worth(self, rows: Ints) -> Floats:
+        """Return by how much a timing of each row would lower the sum of the log times chosen, in expectation."""
+        sd = np.sqrt(np.maximum(self.covariance[rows, rows], 1e-12))
+        moves = self.covariance[:, rows] / np.sqrt(sd**2 + noise_sd(np.exp(self.mean[rows])) ** 2)
+        now = np.minimum.reduceat(self.mean, self._starts).sum()
+        then = sum(
+            w * np.minimum.reduceat(self.mean[:, None] + z * moves, self._starts, axis=0).sum(axis=0)
+            for z, w in zip(_NODES, _WEIGHTS, strict=True)
+        )
+        return np.asarray(now - then)
+
+    def open(self) -> Ints:
+        """Return the rows that may still matter: not timed and not hopelessly behind."""
+        lead = self.mean - least_by(self._bucket, self.mean, len(self._starts))[self._bucket]
+        best = self.chosen()[self._bucket]
+        c, every = self.covariance, np.arange(len(self))
+        sd = np.sqrt(np.maximum(np.diag(c) + c[best, best] - 2.0 * c[every, best], 0.0))
+        return np.flatnonzero((self.timed == 0) & (lead <= _HOPELESS * sd + 1e-12))
+
+    def assume(self, row: int) -> None:
+        """Take in a timing of `row` as if it gave what is expected: what a batch of timings does to the doubt."""
+        column = self.covariance[:, row]
+        noise = float(noise_sd(np.exp(self.mean[row]))) ** 2
+        self.covariance = self.covariance - np.multiply.outer(column, column) / (column[row] + noise)
+        self.timed[row] += 1
+
+    def copy(self) -> Posterior:
+        """Return a copy that can be changed."""
+        return Posterior(self.tokens, self.tactic, self.mean, self.covariance, self.timed.copy())
+
+    def outlook(self, chosen: Ints | None = None, margins: Sequence[float] = NEAR) -> Outlook:
+        """Return how good the choices are believed to be.
+
+        Parameters
+        ----------
+        chosen : ndarray of int64, shape (buckets,), optional
+            Row of each bucket's choice; :meth:`chosen` if not given.
+        margins : sequence of float
+            Shares behind the best whose probability is wanted.
+        """
+        rows = self.chosen() if chosen is None else chosen
+        members, filled = _padded(self._bucket)
+        covariance = self.covariance[members[:, :, None], members[:, None, :]]
+        return _outlook(self.mean[members], covariance, filled, rows - self._starts, margins)
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """How good the choice of each bucket is believed to be.
+
+    Attributes
+    ----------
+    regret : ndarray of float64, shape (buckets,)
+        Expected logarithm of its regret.
+    within : ndarray of float64, shape (buckets, margins)
+        Probability that its time is at most this share above the best.
+    """
+
+    regret: Floats
+    within: Floats
+
+
+def prior_outlook(
+    place: Ints,
+    tactic: Ints,
+    ms: Floats,
+    choice_sd: Floats,
+    chosen: Ints,
+    columns: TacticColumns,
+    margins: Sequence[float] = NEAR,
+) -> Outlook:
+    """Return what :meth:`Posterior.outlook` says before any timing, for many shapes at once.
+
+    Parameters
+    ----------
+    place : ndarray of int64, shape (n,)
+        Number of each candidate's (shape, stage, bucket), from 0 and sorted; every place has one.
+    tactic, ms, choice_sd : ndarray, shape (n,)
+        As in :meth:`Posterior.prior`.
+    chosen : ndarray of int64, shape (places,)
+        Row of each place's choice.
+    """
+    mean, behind = _expected(place, ms)
+    members, filled = _padded(place)
+    covariance = _covariance(
+        np.ones_like(members), tactic[members], behind[members], choice_sd[members], columns, KERNEL
+    )
+    return _outlook(mean[members], covariance, filled, chosen - members[:, 0], margins)
+
+
+def _rows_of(tokens: Ints, tactic: Ints, wanted_tokens: Ints, wanted_tactic: Ints) -> Ints:
+    """Return where each wanted cell is among some, -1 for none."""
+    key, wanted = tokens * _IDS + tactic, wanted_tokens * _IDS + wanted_tactic
+    order = np.argsort(key)
+    place = np.minimum(np.searchsorted(key[order], wanted), len(key) - 1)
+    return np.asarray(np.where(key[order][place] == wanted, order[place], -1))
+
+
+def _own(covariance: Floats, noise: Floats, error: Floats) -> tuple[Floats, Floats, Floats]:
+    """Return the extra variance of each timed cell, and how its timing stands to what all others say of it.
+
+    Returns
+    -------
+    own : ndarray of float64, shape (timings,)
+        What makes no error larger than ``_SURPRISE`` deviations.
+    left_out, variance : ndarray of float64, shape (timings,)
+        Error of each beside what the others predict, and the variance of that.
+    """
+    own = np.zeros(len(error))
+    for _ in range(_ROUNDS_OF_OWN):
+        inverse = np.linalg.inv(covariance + np.diag(own + noise))
+        precision = np.diag(inverse)
+        left_out = (inverse @ error) / precision
+        variance = np.maximum(1.0 / precision - own, 0.0)
+        own = np.maximum(0.0, (left_out / _SURPRISE) ** 2 - variance)
+    return own, left_out, variance
+
+
+def _shift(timed: Timed, log_ms: Floats, row: Ints) -> float:
+    """Return by how much timings are slower than predicted, nothing where they are too few or it isn't much.
+
+    In each bucket the timed tactics predicted to be fastest say it. `row` is -1 for those that don't count: predictions
+    of slow tactics are no measure.
+    """
+    known = np.flatnonzero(row >= 0)
+    expected = log_ms[row[known]]
+    order = np.lexsort((expected, timed.tokens[known]))
+    tokens = timed.tokens[known][order]
+    rank = np.arange(len(order)) - np.searchsorted(tokens, tokens)
+    first = order[rank < _ANCHORS]
+    if len(first) < _FEW:
+        return 0.0
+    shift = float(np.median(np.log(timed.ms[known[first]]) - expected[first]))
+    return shift if abs(shift) > 2.0 * KERNEL.level else 0.0
+
+
+def _expected(bucket: Ints, ms: Floats) -> tuple[Floats, Floats]:
+    """Return the expected log ms of candidates, and how far behind their bucket's best they are predicted."""
+    behind = np.log(ms / least_by(bucket, ms, int(bucket[-1]) + 1)[bucket])
+    return np.log(ms) + _OPTIMISM * np.maximum(behind - _TRUSTED, 0.0), behind
+
+
+def _covariance(
+    tokens: Ints, tactic: Ints, behind: Floats, choice_sd: Floats, columns: TacticColumns, kernel: _Kernel
+) -> Floats:
+    """Return the covariance of predictions' errors, shape (…, n, n) for arguments of shape (…, n)."""
+    k, c = kernel, columns.select(tactic)
+    doublings = np.log2(tokens)
+    apart = np.abs(doublings[..., :, None] - doublings[..., None, :])
+    together = apart == 0.0
+
+    def equal(*fields: NDArray[Any]) -> NDArray[np.bool_]:
+        same = np.ones(apart.shape, dtype=bool)
+        for values in fields:
+            same &= values[..., :, None] == values[..., None, :]
+        return same
+
+    itself = equal(tactic)
+    shared = np.exp(-apart / k.length) * (
+        k.tactic * itself
+        + k.tile * equal(c.m, c.n, c.sm80, c.swap, c.stages)
+        + k.rows * equal(c.m, c.sm80, c.swap)
+        + k.cluster * equal(c.cluster_m, c.cluster_n, c.sm80, c.finalize)
+    )
+    sd = np.sqrt(k.least**2 + (k.disagreement * choice_sd) ** 2 + (k.behind * behind) ** 2)
+    own = sd[..., :, None] * sd[..., None, :] * (shared + k.alone * (itself & together))
+    return np.asarray(own + k.level**2 * np.exp(-apart / k.level_length) + k.level_alone**2 * together)
+
+
+def _padded(group: Ints) -> tuple[Ints, NDArray[np.bool_]]:
+    """Return the members of each group, shape (groups, most), padded with its first, and which are no padding."""
+    start = np.flatnonzero(np.concatenate([[True], group[1:] != group[:-1]]))
+    size = np.diff(np.append(start, len(group)))
+    place = np.arange(int(size.max()))
+    filled = place < size[:, None]
+    return np.where(filled, start[:, None] + place, start[:, None]), filled
+
+
+def _outlook(
+    mean: Floats, covariance: Floats, filled: NDArray[np.bool_], chosen: Ints, margins: Sequence[float]
+) -> Outlook:
+    """Estimate by draws how far each group's choice is behind its best.
+
+    Parameters
+    ----------
+    mean : ndarray of float64, shape (groups, n)
+    covariance : ndarray of float64, shape (groups, n, n)
+    filled : ndarray of bool, shape (groups, n)
+        Which are candidates; the rest repeats one.
+    chosen : ndarray of int64, shape (groups,)
+    """
+    groups = np.arange(len(mean))
+    to = covariance - covariance[groups, chosen][:, None, :]
+    spread = to - to[groups, :, chosen][:, :, None]
+    # The choice doesn't differ from itself, so that the matrix is singular without the little added.
+    root = np.linalg.cholesky(spread + _LITTLE * np.eye(mean.shape[1]))
+    lead = np.where(filled, mean - mean[groups, chosen][:, None], 0.0)
+    limits = np.log1p(np.asarray(margins))
+    regret = np.empty(len(mean))
+    within = np.empty((len(mean), len(limits)))
+    draws = _normal_draws(mean.shape[1])
+    for at in np.array_split(groups, max(1, len(groups) // _GROUPS_AT_ONCE)):
+        off = np.where(filled[at, :, None], root[at] @ draws.T, 0.0) + lead[at, :, None]
+        lost = -np.minimum(off.min(axis=1), 0.0)
+        regret[at] = lost.mean(axis=1)
+        within[at] = (lost[:, :, None] <= limits).mean(axis=1)
+    return Outlook(regret, within)
+
+
+@functools.lru_cache(maxsize=64)
+def _normal_draws(count: int) -> Floats:
+    """Return always the same draws, shape (draws, count)."""
+    return np.random.default_rng(0).standard_normal((_DRAWS, count))
