@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import threading
@@ -24,6 +25,7 @@ from synth.collecting.worker import Begin, Broken, Finished, Item, Refused, SetU
 from synth.errors import SynthError
 from synth.measurements import Row
 from synth.planning import Batch, Plan, depth_for, estimate_memory, rank_costs, summarize, take, timing_seconds, worth
+from synth.planning.picks import Pick, Seen, Strategy
 
 #: A worker that dies this often without one good timing in between is not started again.
 MAX_DEATHS = 3
@@ -33,6 +35,8 @@ MAX_LAYER_DEATHS = 5
 _PRIOR_S = 0.5
 # The share of a budget that is too little to go over the plan once more.
 _SPARE = 0.03
+# Cells that a strategy is asked for at most in one round.
+_MOST_A_ROUND = 4096
 # A run that looks after its workers this rarely was stopped itself, for example by Ctrl-Z.
 _AWAY_S = 5.0
 
@@ -69,6 +73,7 @@ def collect(
     runner: RunnerSpec,
     journal: Path,
     *,
+    strategy: Strategy | None = None,
     gpus: Sequence[int] = (0,),
     ray: str | None = None,
     pool: Pool | None = None,
@@ -90,6 +95,9 @@ def collect(
         What times it.
     journal : Path
         Where each timing goes; usually ``plan.journal_path(root)``.
+    strategy : Strategy, optional
+        Decides round by round which cells of the plan are timed, as many in all as the plan and its budget allow;
+        without it the first candidates of every bucket are.
     gpus : sequence of int
         One worker process is started on each.
     ray : str, optional
@@ -124,7 +132,7 @@ def collect(
         raise
     run: _Run | None = None
     try:
-        run = _Run(plan, pool, opened, reporter or SilentReporter(), limits or Limits())
+        run = _Run(plan, pool, opened, reporter or SilentReporter(), limits or Limits(), strategy)
         with _signals(run):
             run.go()
     finally:
@@ -195,8 +203,22 @@ class _Slot:
 
 
 class _Run:
-    def __init__(self, plan: Plan, pool: Pool, journal: Journal, reporter: Reporter, limits: Limits) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        pool: Pool,
+        journal: Journal,
+        reporter: Reporter,
+        limits: Limits,
+        strategy: Strategy | None,
+    ) -> None:
         self.plan, self.pool, self.journal, self.reporter, self.limits = plan, pool, journal, reporter, limits
+        self.strategy = strategy
+        self.batches = {b.key: b for b in plan.batches}
+        # Timings that rounds are decided by, and how many there may be in all.
+        self.seen: list[Seen] = []
+        self.satisfied = False
+        self.most = math.inf if plan.budget_s is not None else sum(b.limit for b in plan.batches)
         self.interrupted = False
         self.began = time.monotonic()
         self.slots = {name: _Slot(name) for name in pool.slots}
@@ -222,6 +244,7 @@ class _Run:
         if journal.content is not None:
             self._continue(journal)
             done = {e.key for e in journal.content.entries}
+            self.seen = [_seen(e) for e in journal.content.entries]
             self.used_before_s = sum(e.seconds for e in (*journal.content.entries, *journal.content.references))
         self.done = done
         self.todo: dict[int, deque[_Work]] = {i: deque() for i in range(len(plan.layers))}
@@ -231,8 +254,11 @@ class _Run:
         self.rank_costs: list[float] = []
         self.planned = 0
         self.depth = float("inf")
-        self._fill_queues()
-        self.before = sum((*key, t) in done for key, some in self.candidates.items() for t, _ in some)
+        if strategy is None:
+            self._fill_queues()
+            self.before = sum((*key, t) in done for key, some in self.candidates.items() for t, _ in some)
+        else:
+            self.before = len(done)
         # Timings that were there when the queues were filled last.
         self.filled_at = -1
 
@@ -241,7 +267,7 @@ class _Run:
     def go(self) -> None:
         self.reporter.on_plan(summarize(self.plan, max(len(self.slots), 1)), self.before)
         try:
-            if self._anything_left():
+            if self._anything_left() or self._next_round():
                 for slot in self.slots.values():
                     self._start(slot)
                 self._loop()
@@ -267,7 +293,7 @@ class _Run:
                     self._assign(slot)
             states = {slot.state for slot in self.slots.values()}
             if "busy" not in states and not (self._anything_left() and "starting" in states):
-                if self._go_deeper():
+                if self._go_deeper() or self._next_round():
                     continue
                 self._finish()
             if all(slot.state == "gone" for slot in self.slots.values()):
@@ -378,6 +404,7 @@ class _Run:
         self.journal.add(Entry(batch.layer, row, seconds, slot.name))
         slot.pending.remove(tactic)
         self.done.add(key)
+        self.seen.append(Seen(Pick(batch.layer, batch.stage, batch.tokens, tactic), row.ms))
         self.timed += 1
         self.throttled += throttled
         cell = self.plan.cell(batch, tactic)
@@ -602,13 +629,37 @@ class _Run:
 
     def _go_deeper(self) -> bool:
         """Queue what a budget had no room for as long as it was thought to be shorter; False where that is nothing."""
-        if self.plan.budget_s is None or self._anything_left() or len(self.done) == self.filled_at:
+        if (
+            self.plan.budget_s is None
+            or self.strategy is not None
+            or self._anything_left()
+            or len(self.done) == self.filled_at
+        ):
             return False
         if not any(s.state == "idle" and self._left_s(s) > _SPARE * self.plan.budget_s for s in self.slots.values()):
             return False
         self.filled_at = len(self.done)
         self._fill_queues()
         return self._anything_left()
+
+    def _next_round(self) -> bool:
+        """Queue what the strategy wants timed next; False where that is nothing."""
+        if self.strategy is None or self.satisfied:
+            return False
+        left = sum(max(self._left_s(s), 0.0) for s in self.slots.values() if s.state != "gone")
+        most = min(self.most - len(self.seen), _MOST_A_ROUND)
+        picks = self.strategy.next(self.seen, int(most), left / self._scale) if most >= 1 and left > 0 else []
+        together: dict[tuple[int, int, int, int], list[int]] = {}
+        for pick in picks:
+            key = (pick.layer, self.plan.passes[0], pick.stage, pick.tokens)
+            if pick.tokens < self.dropped_from.get(pick.layer, 1 << 40) and (*key, pick.tactic) not in self.done:
+                together.setdefault(key, []).append(pick.tactic)
+        for key, tactics in together.items():
+            batch = self.batches[key]
+            self.todo[batch.layer].append(_Work(batch, self.plan.order(batch, tactics)))
+        self._replan()
+        self.satisfied = not together
+        return bool(together)
 
     def _replan(self) -> None:
         """Fit what is still to do into what is left of the budget, at the speed seen so far."""
@@ -642,7 +693,10 @@ class _Run:
         left = to_do * self._scale / workers
         if self.plan.budget_s is not None:
             left = min(left, max((self._left_s(s) for s in self.slots.values()), default=0.0))
-        return Progress(len(self.done), max(self.planned, len(self.done)), self.failed, max(left, 0.0))
+        planned = max(self.planned, len(self.done))
+        if self.strategy is not None and self.most < math.inf:
+            planned = max(planned, int(self.most))
+        return Progress(len(self.done), planned, self.failed, max(left, 0.0))
 
     def _queued_s(self) -> float:
         """Return the predicted seconds of the batches that nobody has started, as far as the plan goes."""
@@ -744,7 +798,13 @@ class _Run:
         )
 
     def _cut_short(self) -> bool:
+        if self.strategy is not None:
+            return any(slot.out_of_time for slot in self.slots.values())
         return any((*key, t) not in self.done for key, some in self.candidates.items() for t, _ in some)
+
+
+def _seen(entry: Entry) -> Seen:
+    return Seen(Pick(entry.layer, entry.row.stage, entry.row.tokens, entry.row.tactic), entry.row.ms)
 
 
 def _now() -> str:

@@ -6,7 +6,7 @@ import os
 import random
 import signal
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from synth.collecting import worker as worker_module
 from synth.errors import SynthError
 from synth.measurements import load_shapes
 from synth.planning import Cell, Plan, PlanSummary, estimate_memory, timing_seconds
+from synth.planning.picks import Pick, Seen
 
 Key = tuple[int, int, int, int, int]
 
@@ -429,3 +430,76 @@ def test_simulated_numbers_never_pass_for_measured(spec: RunnerSpec, tmp_path: P
     head = read_journal(tmp_path / "j").head
     assert head.simulated and head.device == DEVICE
     assert [p.origin.simulated for p in load_shapes(tmp_path / "m")] == [True]
+
+
+# --- rounds ----------------------------------------------------------------------------------------------------------
+
+
+class Scripted:
+    """Asks for given rounds, one after the other, and keeps what it was told."""
+
+    def __init__(self, *rounds: list[Pick]) -> None:
+        self.rounds = list(rounds)
+        self.told: list[tuple[list[Seen], int, float]] = []
+
+    def next(self, seen: Sequence[Seen], most: int, seconds: float) -> list[Pick]:
+        self.told.append((list(seen), most, seconds))
+        done = {s.pick for s in seen}
+        while self.rounds and done >= set(self.rounds[0]):
+            self.rounds.pop(0)
+        return self.rounds[0][:most] if self.rounds else []
+
+
+FIRST = [Pick(0, 1, 1, 3), Pick(0, 1, 1, 5), Pick(0, 2, 64, 60)]
+SECOND = [Pick(0, 2, 64, 77), Pick(0, 1, 64, 2)]
+
+
+def picked(journal: Path) -> list[Pick]:
+    return [Pick(layer, stage, tokens, tactic) for layer, _, stage, tokens, tactic in keys(journal)]
+
+
+def test_rounds_decide_what_is_timed_and_hear_of_it(spec: RunnerSpec, tmp_path: Path) -> None:
+    strategy = Scripted(FIRST, SECOND)
+    done = run(small_plan(), spec, tmp_path / "j", strategy=strategy, measurements=tmp_path / "m")
+    assert (done.outcome, done.timed, done.failed, done.missing) == ("finished", 5, 1, 0)
+    assert set(picked(tmp_path / "j")) == {*FIRST, *SECOND}
+    heard = [{s.pick for s in seen} for seen, _, _ in strategy.told]
+    assert heard == [set(), set(FIRST), {*FIRST, *SECOND}]
+    assert [s.pick for s in strategy.told[-1][0] if math.isnan(s.ms)] == [Pick(0, *FAILING)]
+    (part,) = load_shapes([tmp_path / "m"])
+    assert len(part) == 5
+
+
+def test_rounds_end_at_the_plans_number_of_timings(spec: RunnerSpec, tmp_path: Path) -> None:
+    plan = small_plan(fraction=0.01)
+    done = run(plan, spec, tmp_path / "j", strategy=Scripted(FIRST, SECOND))
+    assert done.timed == sum(b.limit for b in plan.batches) == 4
+    assert done.outcome == "finished"
+
+
+def test_a_second_run_tells_the_rounds_what_the_first_one_timed(spec: RunnerSpec, tmp_path: Path) -> None:
+    assert run(small_plan(), spec, tmp_path / "j", strategy=Scripted(FIRST)).timed == 3
+    strategy = Scripted(FIRST, SECOND)
+    done = run(small_plan(), spec, tmp_path / "j", strategy=strategy)
+    assert (done.before, done.timed) == (3, 2)
+    assert {s.pick for s in strategy.told[0][0]} == set(FIRST)
+    assert run(small_plan(), spec, tmp_path / "j", strategy=Scripted(FIRST, SECOND)).timed == 0
+
+
+def test_rounds_stop_when_the_budget_is_spent(spec: RunnerSpec, tmp_path: Path) -> None:
+    every = [Pick(0, 1, t, i) for t in (1, 64) for i in range(45)]
+    strategy = Scripted(*([p] for p in every))
+    done = run(small_plan(budget_s=0.1), spec, tmp_path / "j", strategy=strategy)
+    assert done.outcome == "budget"
+    assert 0 < done.timed < 45
+    assert done.measuring_s < 0.12
+    left = [seconds for _, _, seconds in strategy.told]
+    assert left == sorted(left, reverse=True)
+
+
+def test_a_worker_that_dies_during_a_round_loses_nothing(table: Path, tmp_path: Path) -> None:
+    fault = Fault("sticky", cell=(2, 64, 60), once=str(tmp_path / "once"))
+    spec = simulated_runner([table], faults=[fault])
+    done = run(small_plan(), spec, tmp_path / "j", strategy=Scripted(FIRST, SECOND))
+    assert done.outcome == "finished"
+    assert set(picked(tmp_path / "j")) == {*FIRST, *SECOND}

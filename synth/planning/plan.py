@@ -16,7 +16,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from synth.catalog.devices import find_devices, slug
 from synth.catalog.shapes import ACTIVATIONS, Deployment, MoEShape, check_supported
@@ -24,6 +24,10 @@ from synth.catalog.tactics import DEFAULT_FLASHINFER, STAGES, TacticTable, load_
 from synth.errors import SynthError
 from synth.flashinfer.contract import token_buckets
 from synth.measurements import DEFAULT_POLICY
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 #: ``predict(shape, quant, stage, tokens, ids)`` returns one time in ms for each id, or None where it can't say.
 Predict = Callable[[MoEShape, str, int, int, Sequence[int]], "Sequence[float] | None"]
@@ -329,8 +333,11 @@ def _candidates(
 # --- what it costs ---------------------------------------------------------------------------------------------------
 
 
-def timing_seconds(ms: float) -> float:
-    """Return how long it takes to time a tactic that runs `ms`."""
+_Ms = TypeVar("_Ms", float, "NDArray[np.float64]")
+
+
+def timing_seconds(ms: _Ms) -> _Ms:
+    """Return how long it takes to time a tactic that runs `ms`, or each of some."""
     return LAUNCHES * ms / 1000 + OVERHEAD_S
 
 
