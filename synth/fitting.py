@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
 
 from synth.errors import SynthError
+from synth.learning import HeldOut, hold_out_and_replay
 from synth.measurements import Timings
 from synth.paths import model_file
-from synth.performance.evaluation import Calibration, Evaluation, baselines, calibrate, cross_validate
+from synth.performance.calibration import learn
+from synth.performance.evaluation import TIME_TREES, Calibration, Evaluation, baselines, calibrate
 from synth.performance.model import PerformanceModel
+from synth.performance.posterior import NEAR
 
 
 @dataclass(frozen=True)
@@ -30,33 +34,45 @@ class Fitted:
     calibration: Calibration | None
 
 
-def fit(timings: Timings, progress: Callable[[int, int], None] | None = None) -> Fitted:
+def fit(timings: Timings, progress: Callable[[int, int], None] | None = None, pool: Executor | None = None) -> Fitted:
     """Fit one table, measure the regret with each model family held out, and calibrate the uncertainty.
+
+    The models that hold a family out have as many trees as the one that is kept: it is their disagreement that is
+    calibrated, and fewer trees disagree more.
 
     Parameters
     ----------
     progress : callable, optional
         Called with the fits done and the fits in all.
+    pool : Executor, optional
+        Where families are held out, see :func:`synth.learning.workers`; two threads if not given.
     """
-    model = PerformanceModel().fit(timings)
+    model = PerformanceModel(time_trees=TIME_TREES).fit(timings)
     try:
-        judge, ms, log_sd = cross_validate(timings, "family", _quick_model, progress)
+        held_out = hold_out_and_replay(timings, "family", ways=("active",), shares=(0.0,), progress=progress, pool=pool)
     except SynthError:
         return Fitted(model, (), None)  # a single family: there is nothing to hold out
-    calibration = calibrate(judge, ms, log_sd)
-    own = judge.evaluate("model", ms)
+    calibration = calibrate(held_out.judge, held_out.ms, held_out.log_sd)
+    own = held_out.judge.evaluate("model", held_out.ms)
     model.spread_ = float(f"{calibration.spread:.4g}")
+    model.calibration_ = _calibrated(held_out)
     model.held_out_ = {
         "by": "family",
         "regret": {k: float(f"{v:.6g}") for k, v in own.all.as_dict().items()},
         "coverage_90": float(f"{calibration.coverage:.4g}"),
     }
-    return Fitted(model, (own, *baselines(judge)), calibration)
+    return Fitted(model, (own, *baselines(held_out.judge)), calibration)
 
 
-def _quick_model() -> PerformanceModel:
-    """Return a model with a third of the trees: fitting stays quick, `synth evaluate` holds out the whole model."""
-    return PerformanceModel(choice_trees=20, time_trees=4, jobs=1)
+def _calibrated(held_out: HeldOut) -> dict[str, float]:
+    """Return what choices without timings teach about stated probabilities; nothing if no shape was swept.
+
+    It holds after some timings just as well: the error of calibrated probabilities is then no larger.
+    """
+    if not held_out.points:
+        return {}
+    point = held_out.at(0.0)
+    return learn(point.within, point.evaluation.regrets, NEAR)
 
 
 def save(model: PerformanceModel, folder: Path) -> Path:

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from synth.catalog.devices import get_device
+from synth.console import study as study_table
 from synth.errors import SynthError
-from synth.evaluating import Result, against_table, held_out, report
+from synth.evaluating import Result, against_table, held_out, plot, report
 from synth.fitting import save
 from synth.measurements import Timings, load
 from synth.performance.evaluation import Judge
@@ -218,3 +219,77 @@ def test_two_results_of_one_quantization_are_both_reported(timings: dict[str, Ti
     text = json.dumps(report(results))
     for result in results:
         assert json.dumps(result.evaluations[0].all.as_dict())[1:-1] in text
+
+
+# --- the study -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def studied(timings: dict[str, Timings]) -> Result:
+    """Three shapes of two families in two buckets; all of olmoe was swept twice and more."""
+    t = timings["bf16"]
+    wanted = [t.labels.index(x) for x in (UNSEEN, SEEN, "nemotron-3-super-tp4")]
+    return held_out(t.select(np.isin(t.shape, wanted) & np.isin(t.tokens, [16, 1024])), "family", quick=False, seeds=1)
+
+
+def test_a_study_has_both_tables_and_both_scopes(studied: Result) -> None:
+    study = studied.study
+    assert study is not None
+    # Two of the three are of the first sweeps.
+    assert list(study.known) == list(study.new) == ["all 3 shapes", "the 2 shapes of the first sweeps"]
+    ways = {("active", 0), ("stratified", 0), ("random", 0)}
+    for points in study.known.values():
+        assert {(p.way, p.seed) for p in points if p.mark > 0} == ways
+        assert [p.way for p in points if p.mark == 0] == ["active"]
+    for points in study.new.values():
+        assert {(p.way, p.seed) for p in points} == ways
+    first, part = (study.known[name][0] for name in study.known)
+    assert first.evaluation.all.count == 12 and part.evaluation.all.count == 8
+
+
+def test_a_study_is_plain_json(studied: Result) -> None:
+    plain = json.loads(json.dumps(report([studied]), allow_nan=False))["study"]
+    assert {p["way"] for p in plain["known_device"]["all 3 shapes"]} == {"active", "stratified", "random"}
+    assert plain["known_device"]["all 3 shapes"][0]["all"]["count"] == 12
+    assert set(plain["reliability"]) == {"0.01", "0.02"} and set(plain["reliability"]["0.01"]) == {
+        "stated",
+        "corrected",
+    }
+    assert [c["share"] for c in plain["coverage_90"]] == [0.0, 0.01, 0.05]
+    assert len(plain["worst"]) == 10 and plain["worst"][0]["regret"] >= plain["worst"][-1]["regret"] >= 1.0
+    assert {"kind", "of_regret", "geomeans"} <= set(plain["kinds"][0])
+
+
+def test_what_two_passes_choose_is_compared(studied: Result) -> None:
+    assert studied.study is not None
+    stability = studied.study.stability
+    assert stability is not None and stability.count == 4
+    assert 0.0 <= stability.equal <= stability.as_good <= 1.0
+
+
+def test_the_zero_shot_table_is_the_same_without_a_study(studied: Result, timings: dict[str, Timings]) -> None:
+    t = timings["bf16"]
+    wanted = [t.labels.index(x) for x in (UNSEEN, SEEN, "nemotron-3-super-tp4")]
+    quick = held_out(t.select(np.isin(t.shape, wanted) & np.isin(t.tokens, [16, 1024])), "family")
+    assert quick.study is None
+    for a, b in zip(quick.evaluations, studied.evaluations, strict=True):
+        assert a.as_dict() == b.as_dict()
+
+
+def test_a_study_is_printed_and_drawn(studied: Result, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    assert studied.study is not None
+    study_table("H200", studied.study)
+    out = capsys.readouterr().out
+    for words in ("timings of an unseen shape", "timings of a new device", "where the regret is", "the worst choices"):
+        assert words in out
+    names = {p.name for p in plot([studied], tmp_path)}
+    assert {"learning-curve-shape-bf16.svg", "learning-curve-device-bf16.png", "reliability-bf16.svg"} <= names
+    assert all((tmp_path / name).stat().st_size for name in names)
+
+
+def test_sampled_shapes_alone_are_not_studied(timings: dict[str, Timings]) -> None:
+    t = timings["bf16"]
+    wanted = [t.labels.index(x) for x in (UNSEEN, SEEN)]
+    part = t.select(np.isin(t.shape, wanted) & (t.tokens == 16) & (t.tactic % 3 == 0))
+    assert held_out(part, "family", quick=False).study is None

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from synth.errors import SynthError
-from synth.fitting import Fitted, _quick_model, fit, save
+from synth.fitting import Fitted, fit, save
 from synth.measurements import Timings, load
 from synth.paths import find_model, model_file
+from synth.performance.calibration import calibrated_probability
 from synth.performance.evaluation import cross_validate
 from synth.performance.model import PerformanceModel
 
@@ -36,7 +37,7 @@ def fitted(few: Timings, steps: list[tuple[int, int]]) -> Fitted:
 
 def test_the_regret_is_that_of_families_held_out(fitted: Fitted, few: Timings) -> None:
     own, *others = fitted.evaluations
-    judge, ms, _ = cross_validate(few, "family", _quick_model)
+    judge, ms, _ = cross_validate(few, "family")
     np.testing.assert_array_equal(own.regrets, judge.evaluate("model", ms).regrets)
     assert own.name == "model"
     assert [e.name for e in others] == ["fallback", "best single tactic", "nearest shape", "tokens per expert"]
@@ -52,6 +53,14 @@ def test_the_model_carries_its_held_out_regret_and_spread(fitted: Fitted) -> Non
     assert held_out["regret"]["geomean"] == pytest.approx(own.geomean, rel=1e-5)
     assert held_out["regret"]["count"] == own.count
     assert fitted.model.spread_ == pytest.approx(fitted.calibration.spread, rel=1e-3)
+
+
+def test_the_model_carries_what_held_out_choices_taught(fitted: Fitted) -> None:
+    found = fitted.model.calibration_
+    names = {f"within_{margin}_{what}" for margin in ("0.01", "0.02") for what in ("intercept", "slope")}
+    assert set(found) == names
+    p = calibrated_probability(fitted.model, np.array([0.2, 0.5, 0.9]), 0.01)
+    assert ((p > 0) & (p < 1)).all() and (np.diff(p) >= 0).all()
 
 
 def test_progress_counts_the_fits(fitted: Fitted, steps: list[tuple[int, int]]) -> None:
@@ -79,7 +88,7 @@ def test_a_saved_model_is_found_and_equal(fitted: Fitted, tmp_path: Path) -> Non
     assert find_model([tmp_path], "NVIDIA H200", "fp8", "0.7.4") == path
     again = PerformanceModel.load(path)
     assert again.fingerprint() == fitted.model.fingerprint()
-    assert again.held_out_ == fitted.model.held_out_
+    assert again.held_out_ == fitted.model.held_out_ and again.calibration_ == fitted.model.calibration_
     before = path.read_bytes()
     assert save(again, tmp_path).read_bytes() == before
 

@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from synth.catalog.shapes import MoEShape
 from synth.catalog.tactics import DEFAULT_FLASHINFER, load_table
 from synth.collecting.runner import OutOfMemory, RunnerSpec, StickyError, TacticError
 from synth.errors import SynthError
-from synth.measurements import ShapeTimings, load_shapes
+from synth.measurements import ShapeTimings, Timings, load_shapes
 from synth.planning import estimate_memory, timing_seconds
 
 #: Standard deviation of a timing's logarithm; the repeats of the shipped sweeps differ by this much in the median.
@@ -91,6 +93,24 @@ class SimulatedRunner:
             raise SynthError(f"no timings of {device or 'any device'} in {', '.join(measurements)} to replay")
         if others := {p.origin.device for p in parts} - {parts[0].origin.device}:
             raise SynthError(f"timings of {parts[0].origin.device} and {others.pop()}; say which --device to simulate")
+        self._begin(parts, noise, seed, speed, memory_bytes, faults)
+
+    @classmethod
+    def of(cls, timings: Timings, *, noise: float = 0.0, seed: int = 0) -> SimulatedRunner:
+        """Return a runner that replays timings at hand: of a cell timed several times, the first good time."""
+        runner = cls.__new__(cls)
+        runner._begin(_parts(timings), noise, seed)
+        return runner
+
+    def _begin(
+        self,
+        parts: Sequence[ShapeTimings],
+        noise: float,
+        seed: int,
+        speed: float = math.inf,
+        memory_bytes: float = math.inf,
+        faults: Sequence[Fault] = (),
+    ) -> None:
         self._origin = parts[0].origin
         self._parts = {(p.shape, p.origin.quant): p for p in parts if p.origin.policy == self._origin.policy}
         self._noise, self._seed, self._speed, self._memory = noise, seed, speed, memory_bytes
@@ -101,6 +121,8 @@ class SimulatedRunner:
         self._repeats: Counter[tuple[object, ...]] = Counter()
         self._layer: tuple[MoEShape, str] | None = None
         self._outcomes: dict[tuple[int, int, int], float | str] = {}
+        # Layers are prepared again and again where cells are chosen in rounds.
+        self._replays: dict[tuple[MoEShape, str], dict[tuple[int, int, int], float | str]] = {}
 
     def clock(self) -> float:
         """Return simulated seconds."""
@@ -128,7 +150,9 @@ class SimulatedRunner:
             raise SynthError(f"{shape} {quant}: no timings to replay")
         self._check_memory(shape, quant, 1)
         self._layer = shape, quant
-        self._outcomes = _outcomes(part)
+        if (shape, quant) not in self._replays:
+            self._replays[shape, quant] = _outcomes(part)
+        self._outcomes = self._replays[shape, quant]
 
     def prepare_bucket(self, stage: int, tokens: int) -> None:
         """See :class:`synth.collecting.runner.Runner`."""
@@ -205,6 +229,21 @@ def simulated_runner(
         {"measurements": [str(m) for m in measurements], "device": device, "speed": speed, **options},
         gpus=0.0,
     )
+
+
+def _parts(timings: Timings) -> list[ShapeTimings]:
+    """Return the timings of each shape, in order of their passes."""
+    tactics = {i: str(timings.table.tactic(i)) for i in range(len(timings.table))}
+    parts = []
+    for shape in np.unique(timings.shape).tolist():
+        t = timings.select(timings.shape == shape)
+        t = t.select(np.lexsort((t.tactic, t.tokens, t.stage, t.pass_)))
+        errors = dict.fromkeys(np.flatnonzero(np.isnan(t.ms)).tolist(), "failed when it was timed")
+        columns = (t.pass_, t.stage, t.tokens, t.tactic, t.ms, t.throttled)
+        parts.append(
+            ShapeTimings(t.origin, t.shapes[shape], t.labels[shape], t.passes[shape], tactics, *columns, errors)
+        )
+    return parts
 
 
 def _outcomes(part: ShapeTimings) -> dict[tuple[int, int, int], float | str]:

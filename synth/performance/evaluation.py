@@ -6,9 +6,9 @@ Regret is the time of the chosen tactic over the time of the best, one value for
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -17,10 +17,15 @@ from synth.choosing import pick, tie_order, times_by_bucket
 from synth.errors import SynthError
 from synth.measurements import Timings
 from synth.performance.geometry import Floats, Ints, least_by
-from synth.performance.model import Cells, PerformanceModel
+from synth.performance.model import Cells, PerformanceModel, Prediction
+
+T = TypeVar("T")
 
 #: Fits that run at once.
 _THREADS = 2
+#: Trees for times, in the shipped models and while something is held out alike: fewer of them disagree more, and what
+#: is learnt about their disagreement holds for no other number.
+TIME_TREES = 8
 #: The central share of a normal distribution within 1.645 standard deviations.
 INTERVAL = 0.90
 _INTERVAL_SD = 1.6449
@@ -126,6 +131,7 @@ class Judge:
         self.best = least_by(self.bucket, self.timings.ms, len(self.keys))
         self._second = times_by_bucket(timings.averaged(_later_passes(timings)))
         self._order = tie_order(self.timings.table)[self.timings.tactic]
+        self._row: dict[tuple[int, int, int, int], int] | None = None
 
     def rows(self, score: Floats) -> Ints:
         """Return the row chosen in each bucket by the least `score`, shape (rows,), with ties broken as ever."""
@@ -133,16 +139,27 @@ class Judge:
 
     def evaluate(self, name: str, score: Floats) -> Evaluation:
         """Judge the choice of the least `score` in each bucket; `score` is in ms, one value a row of `timings`."""
-        t = self.timings
-        chosen = self.rows(score)
-        second = np.full(len(self.keys), np.nan)
-        for i, key in enumerate((a, b, c) for a, b, c in self.keys.tolist()):
-            if key in self._second:
-                times = self._second[key]
-                tactic = int(t.tactic[chosen[i]])
-                if tactic in times:
-                    second[i] = times[tactic] / min(times.values())
-        return Evaluation(name, self.keys, t.ms[chosen] / self.best, second, t.labels)
+        return self.evaluate_rows(name, self.rows(score))
+
+    def evaluate_rows(self, name: str, chosen: Ints) -> Evaluation:
+        """Judge a choice of rows of `timings`, shape (n,), at most one of each bucket."""
+        t, bucket = self.timings, self.bucket[chosen]
+        keys = self.keys[bucket]
+        second = np.full(len(chosen), np.nan)
+        for i, (key, tactic) in enumerate(zip(map(tuple, keys.tolist()), t.tactic[chosen].tolist(), strict=True)):
+            times = self._second.get(key, {})
+            if tactic in times:
+                second[i] = times[tactic] / min(times.values())
+        return Evaluation(name, keys, t.ms[chosen] / self.best[bucket], second, t.labels)
+
+    def rows_of(self, shape: Ints, stage: Ints, tokens: Ints, tactic: Ints) -> Ints:
+        """Return the row of each cell, -1 for what was not timed; all arrays have shape (cells,)."""
+        if self._row is None:
+            t = self.timings
+            columns = (c.tolist() for c in (t.shape, t.stage, t.tokens, t.tactic))
+            self._row = {cell: row for row, cell in enumerate(zip(*columns, strict=True))}
+        wanted = zip(shape.tolist(), stage.tolist(), tokens.tolist(), tactic.tolist(), strict=True)
+        return np.array([self._row.get(cell, -1) for cell in wanted], dtype=np.int64)
 
 
 def held_out_groups(timings: Timings, by: str) -> list[Ints]:
@@ -163,8 +180,48 @@ def held_out_groups(timings: Timings, by: str) -> list[Ints]:
 
 
 def held_out_model() -> PerformanceModel:
-    """Return the model that is fitted when something is held out: fewer trees for times, and one of two threads."""
-    return PerformanceModel(time_trees=8, jobs=1)
+    """Return the model that is fitted when something is held out: the shipped one, in one of two threads."""
+    return PerformanceModel(time_trees=TIME_TREES, jobs=1)
+
+
+def hold_out(
+    timings: Timings,
+    groups: list[Ints],
+    use: Callable[[PerformanceModel, Ints], T],
+    make: Callable[[], PerformanceModel] = held_out_model,
+    progress: Callable[[int, int], None] | None = None,
+    pool: Executor | None = None,
+) -> list[T]:
+    """Fit a model without each group of shapes, and use it on that group.
+
+    Parameters
+    ----------
+    groups : list of ndarray of int64
+        See :func:`held_out_groups`.
+    use : callable
+        Called with the model and the group; what it returns is returned, by group.
+    make : callable
+        Returns a model to fit.
+    progress : callable, optional
+        Called with the groups done and the groups in all.
+    pool : Executor, optional
+        Where the fits run; two threads if not given. For one of processes the callables must be picklable.
+    """
+    if pool is None:
+        with ThreadPoolExecutor(_THREADS) as threads:
+            return hold_out(timings, groups, use, make, progress, threads)
+    futures = [pool.submit(_fit_and_use, timings, group, use, make) for group in groups]
+    for done, future in enumerate(as_completed(futures), start=1):
+        future.result()
+        if progress is not None:
+            progress(done, len(groups))
+    return [future.result() for future in futures]
+
+
+def _fit_and_use(
+    timings: Timings, group: Ints, use: Callable[[PerformanceModel, Ints], T], make: Callable[[], PerformanceModel]
+) -> T:
+    return use(make().fit(timings.select(~np.isin(timings.shape, group))), group)
 
 
 def cross_validate(
@@ -181,21 +238,22 @@ def cross_validate(
     ms, log_sd : ndarray of float64, shape (rows of ``judge.timings``,)
     """
     judge = Judge(timings)
-    ms, sd = np.empty(len(judge.timings)), np.empty(len(judge.timings))
-    groups = held_out_groups(timings, by)
     cells = Cells.of(judge.timings)
+    groups = held_out_groups(timings, by)
 
-    def held_out(group: Ints) -> None:
-        out = np.isin(judge.timings.shape, group)
-        model = make().fit(timings.select(~np.isin(timings.shape, group)))
-        prediction = model.predict(cells.select(out))
-        ms[out], sd[out] = prediction.ms, prediction.log_sd
+    def predict(model: PerformanceModel, group: Ints) -> Prediction:
+        return model.predict(cells.select(np.isin(cells.shape, group)))
 
-    with ThreadPoolExecutor(_THREADS) as pool:
-        for done, _ in enumerate(pool.map(held_out, groups), start=1):
-            if progress is not None:
-                progress(done, len(groups))
-    return judge, ms, sd
+    return judge, *assembled(cells, groups, hold_out(timings, groups, predict, make, progress))
+
+
+def assembled(cells: Cells, groups: list[Ints], predictions: list[Prediction]) -> tuple[Floats, Floats]:
+    """Put predictions of groups of shapes together: ms and log_sd, shape (cells,)."""
+    ms, log_sd = np.empty(len(cells)), np.empty(len(cells))
+    for group, found in zip(groups, predictions, strict=True):
+        out = np.isin(cells.shape, group)
+        ms[out], log_sd[out] = found.ms, found.log_sd
+    return ms, log_sd
 
 
 @dataclass(frozen=True)

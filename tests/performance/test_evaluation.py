@@ -65,7 +65,7 @@ class Oracle(PerformanceModel):
 
     def predict(self, cells: Cells) -> Prediction:
         self.seen.append((self.fitted, {cells.shapes[i] for i in np.unique(cells.shape)}))
-        return Prediction(np.ones(len(cells)), np.full(len(cells), 0.1))
+        return Prediction(np.ones(len(cells)), np.full(len(cells), 0.1), np.full(len(cells), 0.1))
 
 
 # --- regret ----------------------------------------------------------------------------------------------------------
