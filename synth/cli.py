@@ -21,8 +21,12 @@ if TYPE_CHECKING:
     from synth.catalog.shapes import Deployment, Model
     from synth.emitting import Emission, Source
     from synth.measurements import Timings
+    from synth.performance.routing import Routing
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+# Where an entry comes from, the surest first.
+_SOURCES = ("measured", "verified", "predicted", "analytical")
 
 
 class _Group(click.Group):
@@ -246,6 +250,7 @@ def fit(device: str | None, quant: str | None, own_measurements: Path | None, ow
     from synth.console import progress, regrets
     from synth.fitting import fit as fit_one
     from synth.fitting import save
+    from synth.learning import workers
     from synth.paths import user_folder
 
     folder = own_models or user_folder("models")
@@ -255,8 +260,8 @@ def fit(device: str | None, quant: str | None, own_measurements: Path | None, ow
         origin = timings.origin
         name = f"{origin.device} {origin.quant}" + (" (simulated)" if origin.simulated else "")
         try:
-            with progress(f"fitting {name}") as report:
-                fitted = fit_one(timings, report)
+            with progress(f"fitting {name}") as report, workers() as pool:
+                fitted = fit_one(timings, report, pool)
         except SynthError as e:
             # One table that can't be fitted, of a device that isn't known for example, doesn't stop the others.
             if len(tables) > 1:
@@ -287,6 +292,15 @@ def fit(device: str | None, quant: str | None, own_measurements: Path | None, ow
     type=click.Path(path_type=Path),
     help="Score the fitted models on this table (csv or csv.gz) of shapes that they have never seen.",
 )
+@click.option("--quick", is_flag=True, help="Without timings only: no sweeps are replayed.")
+@click.option("--learning-curve", is_flag=True, help="Plot what timings are worth and how true probabilities are.")
+@click.option(
+    "--plots",
+    type=click.Path(path_type=Path),
+    default="synth-plots",
+    show_default=True,
+    help="Folder for the plots of --learning-curve.",
+)
 @_flashinfer_option
 @_json_option
 @_folders
@@ -295,17 +309,26 @@ def evaluate(
     quant: str | None,
     by: str,
     against: Path | None,
+    quick: bool,
+    learning_curve: bool,
+    plots: Path,
     flashinfer: str,
     as_json: bool,
     own_measurements: Path | None,
     own_models: Path | None,
 ) -> None:
-    """Measure the regret of the choices against simple baselines, on shapes held out."""
+    """Measure on shapes held out: the regret of the choices, what timings are worth, how true the doubt is."""
     from synth.catalog.devices import get_device
-    from synth.console import problems, progress, regrets, shape_regrets
-    from synth.evaluating import against_table, held_out, report
+    from synth.console import problems, progress, regrets, shape_regrets, study
+    from synth.evaluating import against_table, held_out, plot, report
     from synth.paths import readable
 
+    if learning_curve and (quick or against is not None):
+        raise SynthError("--learning-curve needs the sweeps replayed; leave out --quick and --against")
+    if learning_curve:
+        from synth.plotting import check
+
+        check()
     results = []
     if against is not None:
         found: list[object] = []
@@ -316,7 +339,8 @@ def evaluate(
     else:
         for timings in _load_timings(own_measurements, get_device(device).name, quant, flashinfer):
             with progress(f"evaluating {timings.origin.quant}") as step:
-                results.append(held_out(timings, by, step))
+                results.append(held_out(timings, by, step, quick=quick))
+    files = plot(results, plots) if learning_curve else []
     if as_json:
         click.echo(json.dumps(report(results), indent=1))
         return
@@ -325,6 +349,12 @@ def evaluate(
         shape_regrets(f"{result.title}: the model, by shape", result.evaluations[0])
         for label in result.refused:
             click.echo(f"refused: {label} is in the model's training data, so it isn't scored as unseen")
+        if result.study is not None:
+            study(result.title, result.study)
+        elif not quick and against is None:
+            click.echo(f"{result.title}: no shape was swept, so there is nothing to replay")
+    for file in files:
+        click.echo(f"-> {file}")
 
 
 @main.command()
@@ -341,6 +371,13 @@ def evaluate(
     help="Maximum token count of a server; may be repeated.  [default: 512, 1024 … 32768]",
 )
 @click.option("--measured", is_flag=True, help="Refuse a device without timings instead of estimating.")
+@click.option(
+    "--routing",
+    default="uniform",
+    show_default=True,
+    help="How tokens spread over the experts: zipf:1.2, hot:1 (one expert gets every token), or a file of tokens per "
+    "expert.",
+)
 @_flashinfer_option
 @layer_options
 @_folders
@@ -351,6 +388,7 @@ def emit(
     engine: str,
     max_tokens: tuple[int, ...],
     measured: bool,
+    routing: str,
     flashinfer: str,
     own_measurements: Path | None,
     own_models: Path | None,
@@ -358,11 +396,13 @@ def emit(
 ) -> None:
     """Choose a tactic for every shape, stage and bucket, and write the config that FlashInfer loads."""
     from synth.catalog.devices import find_devices
+    from synth.performance.routing import Routing
 
+    spread = Routing.parse(routing)
     found = find_devices(device)
     outputs = [_output_path(d, output, file_format, len(found)) for d in found]
     emissions = [
-        _emit_one(d, file_format, engine, max_tokens, measured, flashinfer, own_measurements, own_models, layer)
+        _emit_one(d, file_format, engine, max_tokens, measured, spread, flashinfer, own_measurements, own_models, layer)
         for d in found
     ]
     from synth.emitting import sidecar_path
@@ -372,6 +412,12 @@ def emit(
         write_atomically(sidecar_path(path), emission.sidecar)
         write_atomically(path, emission.config)
         _print_emission(emission, path)
+    if not spread.is_uniform:
+        click.echo(
+            f"WARNING: --routing {spread}: no entry is measured, since all timings were taken under uniform routing; "
+            "each is an estimate for this routing, and a server that routes otherwise should not use the file.",
+            err=True,
+        )
     if file_format == "bundled":
         click.echo("copy it into flashinfer/tuning_configs/ and set FLASHINFER_AUTOTUNER_LOAD_FROM_FILE=1")
     click.echo(f"next: synth replay {outputs[0]}")
@@ -383,6 +429,7 @@ def _emit_one(
     engine: str,
     max_tokens: tuple[int, ...],
     measured: bool,
+    routing: Routing,
     flashinfer: str,
     own_measurements: Path | None,
     own_models: Path | None,
@@ -408,6 +455,7 @@ def _emit_one(
             max_tokens=max_tokens or SERVER_MAX_TOKENS,
             flashinfer=flashinfer,
             file_format=file_format,
+            routing=routing,
             progress=report,
         )
 
@@ -420,6 +468,9 @@ def _source(
     own_measurements: Path | None,
     own_models: Path | None,
 ) -> Source:
+    from dataclasses import replace
+
+    from synth.denied import load as load_denied
     from synth.emitting import Source, analytical_source
     from synth.measurements import load
     from synth.paths import find_model, readable
@@ -432,7 +483,8 @@ def _source(
                 f"{device.name} {quant}: no model for FlashInfer {flashinfer}; time some kernels with `synth collect` "
                 "and run `synth fit`, or leave out --measured"
             )
-        return analytical_source(device, quant, flashinfer)
+        source = analytical_source(device, quant, flashinfer)
+        return replace(source, denied=load_denied(readable("measurements", own_measurements), source.model.origin_))
     model = PerformanceModel.load(path, device=device.name, quant=quant, flashinfer=flashinfer)
     found: list[Any] = []
     tables = load(readable("measurements", own_measurements), device.name, quant, flashinfer, problems=found)
@@ -440,7 +492,8 @@ def _source(
 
     problems(found)
     timings = next((t for t in tables if t.origin == model.origin_), None)
-    return Source(model, timings, f"model fitted on {len(model.shapes_)} shapes")
+    denied = load_denied(readable("measurements", own_measurements), model.origin_)
+    return Source(model, timings, f"model fitted on {len(model.shapes_)} shapes", denied)
 
 
 def _output_path(device: Device, output: Path | None, file_format: str, devices: int) -> Path:
@@ -463,13 +516,13 @@ def _print_emission(emission: Emission, path: Path) -> None:
 
     table(
         f"{emission.device.name}: {path}",
-        ["quant", "deployments", "shapes", "measured", "predicted", "analytical", "left out", "faster than fallback"],
+        ["quant", "deployments", "shapes", *_SOURCES, "left out", "faster than fallback"],
         [
             [
                 t.quant,
                 t.deployments,
                 t.shapes,
-                *(t.entries.get(s, 0) for s in ("measured", "predicted", "analytical")),
+                *(t.entries.get(s, 0) for s in _SOURCES),
                 t.left_out,
                 f"{t.gain:.2f}x",
             ]
@@ -545,6 +598,12 @@ def check(file: Path, flashinfer: str, device: str | None, as_json: bool) -> Non
 @click.option("--budget", type=click.FloatRange(min=0, min_open=True), help="Seconds of measuring on each GPU.")
 @click.option("--fraction", type=click.FloatRange(0, 1, min_open=True), help="Share of the sweep.  [default: 0.05]")
 @click.option("--full", is_flag=True, help="Every tactic of every bucket.")
+@click.option(
+    "--no-rounds",
+    is_flag=True,
+    help="Time the tactics predicted fastest in each bucket; otherwise what to time is decided round by round, from "
+    "what was timed so far.",
+)
 @click.option("--buckets", help="Token counts, for example 1,64,1024.  [default: FlashInfer's up to --max-tokens]")
 @click.option("--max-tokens", type=click.IntRange(1), default=8192, show_default=True, help="Largest bucket.")
 @click.option("--pass", "passes", type=click.IntRange(1), multiple=True, help="Pass number; may be repeated.")
@@ -564,6 +623,7 @@ def collect(
     budget: float | None,
     fraction: float | None,
     full: bool,
+    no_rounds: bool,
     buckets: str | None,
     max_tokens: int,
     passes: tuple[int, ...],
@@ -584,23 +644,19 @@ def collect(
     """
     import dataclasses
 
-    from synth.catalog.devices import get_device
     from synth.catalog.tactics import load_tables
-    from synth.collecting import GPU_RUNNER, RichReporter, find_gpus, gpu_name, simulated_runner
+    from synth.collecting import GPU_RUNNER, RichReporter, find_gpus, simulated_runner
     from synth.collecting import collect as run
     from synth.console import plan_summary
+    from synth.measurements import load
     from synth.paths import find_model, readable, user_folder
     from synth.performance.model import PerformanceModel, predictor
     from synth.planning import Layer, make_plan, summarize
+    from synth.planning.rounds import decide_by_rounds
 
     if full + (budget is not None) + (fraction is not None) > 1:
         raise SynthError("give one of --budget, --fraction and --full")
-    if simulate or (dry_run and device):
-        found = get_device(device or "NVIDIA H200")
-    else:
-        found = get_device(gpu_name())
-        if device is not None and get_device(device) != found:
-            raise SynthError(f"--device {device}: the GPU here is {found.name}")
+    found = _device_here(device, simulate or (dry_run and device is not None))
     tables = {t.quant: t for t in load_tables(flashinfer) if t.arch == found.tactics_arch}
     layers = [Layer.of(d) for d in wanted_layers(list(tables), **layer)]
     trained = {
@@ -637,11 +693,18 @@ def collect(
         return
     if not as_json:
         plan_summary(planned)
+    strategy = None
+    if not full and not no_rounds and len(plan.passes) == 1:
+        there = own_measurements if own_measurements and own_measurements.is_dir() else None
+        # What a simulation replays must not be known to it.
+        earlier = [] if simulate else load(readable("measurements", there), found.name, None, flashinfer, problems=[])
+        strategy = decide_by_rounds(plan, trained, earlier, at_once=len(cards))
     with RichReporter() as reporter:
         done = run(
             plan,
             spec,
             journal or plan.journal_path(root),
+            strategy=strategy,
             gpus=cards,
             ray=ray_address,
             reporter=reporter,
@@ -659,6 +722,158 @@ def collect(
         sys.exit(130)
     if not as_json:
         click.echo(f"next: synth fit --measurements {root}" if simulate or own_measurements else "next: synth fit")
+
+
+@main.command()
+@click.option("--device", help="GPU.  [default: the one that is here]")
+@click.option(
+    "--budget",
+    type=click.FloatRange(min=0, min_open=True),
+    default=60.0,
+    show_default=True,
+    help="Seconds of measuring for each layer, on each GPU; those of earlier calls with this --pass count.",
+)
+@click.option(
+    "--threshold",
+    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    default=0.001,
+    show_default=True,
+    help="A layer is done where its expected remaining regret is below this share.",
+)
+@click.option("--max-tokens", type=click.IntRange(1), default=8192, show_default=True, help="Largest bucket.")
+@click.option("--pass", "pass_", type=click.IntRange(1), default=1, show_default=True, help="Pass number.")
+@click.option("--no-numbers", is_flag=True, help="Don't compare outputs with the fallback's.")
+@click.option("--gpus", default="0", show_default=True, help="all, or numbers such as 0,2.")
+@click.option("--simulate", is_flag=True, help="Replay the measurements with noise instead of timing kernels.")
+@click.option("--wrong", type=int, multiple=True, hidden=True, help="With --simulate: a tactic with wrong numbers.")
+@click.option("--dry-run", is_flag=True, help="Print where each layer stands and stop.")
+@_flashinfer_option
+@_json_option
+@layer_options
+@_folders
+def verify(
+    device: str | None,
+    budget: float,
+    threshold: float,
+    max_tokens: int,
+    pass_: int,
+    no_numbers: bool,
+    gpus: str,
+    simulate: bool,
+    wrong: tuple[int, ...],
+    dry_run: bool,
+    flashinfer: str,
+    as_json: bool,
+    own_measurements: Path | None,
+    own_models: Path | None,
+    **layer: Any,
+) -> None:
+    """Spot-check the choices of layers on this GPU, and compare their numbers with the fallback's.
+
+    For each layer: time what its choices are least sure of until the expected remaining regret is below --threshold
+    or --budget is spent; then run every chosen pair of tactics beside FlashInfer's fallback. A tactic whose output is
+    wrong is denied on this device and FlashInfer version, and the layer is chosen anew. `synth emit` uses the timings
+    and the denied tactics at once. Exit 1 when a chosen tactic's numbers were wrong.
+    """
+    from synth.catalog.tactics import load_tables
+    from synth.collecting import GPU_RUNNER, RichReporter, SilentReporter, duration, find_gpus, simulated_runner
+    from synth.console import problems, standings, verification
+    from synth.flashinfer.contract import token_buckets
+    from synth.numbers import ComparatorSpec
+    from synth.paths import find_model, readable, shipped, user_folder
+    from synth.performance.model import PerformanceModel
+    from synth.planning import Layer
+    from synth.verifying import gpu_comparator, outlook, report
+    from synth.verifying import verify as run
+
+    if wrong and not simulate:
+        raise SynthError("--wrong goes with --simulate")
+    found = _device_here(device, simulate or (dry_run and device is not None))
+    tables = {t.quant: t for t in load_tables(flashinfer) if t.arch == found.tactics_arch}
+    named: dict[object, Layer] = {}
+    for d in wanted_layers(list(tables), **layer):
+        # Several deployments may be one layer on a rank.
+        named.setdefault((d.shape, d.quant), Layer.of(d))
+    layers = list(named.values())
+    loaded = {}
+    for q in dict.fromkeys(one.quant for one in layers):
+        path = find_model(readable("models", own_models), found.name, q, flashinfer)
+        if path is None:
+            raise SynthError(
+                f"{found.name} {q}: no model for FlashInfer {flashinfer} whose choices could be verified; time some "
+                "kernels with `synth collect` and run `synth fit`"
+            )
+        loaded[q] = PerformanceModel.load(path, device=found.name, quant=q, flashinfer=flashinfer)
+    fresh = own_measurements is not None and not own_measurements.exists()
+    folders = [shipped("measurements")] if fresh else readable("measurements", own_measurements)
+    root = own_measurements or user_folder("measurements")
+    spec = GPU_RUNNER
+    if simulate:
+        # Real timings must not decide what replays them.
+        root, spec, folders = root / "simulated", simulated_runner(folders, found.name), []
+    if dry_run:
+        there = [root, *folders]
+        buckets = token_buckets(max_tokens, flashinfer)
+        standing = [(one, outlook(one, loaded[one.quant], there, buckets, simulated=simulate)) for one in layers]
+        if as_json:
+            click.echo(json.dumps([report(one, now) for one, now in standing], indent=1))
+        else:
+            standings(standing)
+        return
+    cards = (0,) if simulate and gpus == "all" else find_gpus(gpus)
+    if len(layers) > 1 and not as_json:
+        click.echo(f"{len(layers)} layers, at most {duration(budget * len(layers))} of measuring on each GPU")
+    done = []
+    bad: list[Any] = []
+    for one in layers:
+        comparator = ComparatorSpec("synth.numbers:SimulatedComparator", {"wrong": wrong}) if simulate else None
+        result = run(
+            one,
+            loaded[one.quant],
+            root,
+            folders=folders,
+            budget_s=budget,
+            threshold=threshold,
+            max_tokens=max_tokens,
+            pass_=pass_,
+            runner=spec,
+            simulated=simulate,
+            comparator=None if no_numbers else comparator or gpu_comparator(one),
+            gpus=cards,
+            reporter=SilentReporter if as_json else RichReporter,
+            problems=bad,
+        )
+        done.append(result)
+        if not as_json:
+            verification(result)
+        if result.collected.outcome == "failed":
+            raise SynthError(
+                f"{one}: {result.collected.reason}; what was timed is in {result.collected.journal}; the same command "
+                "continues"
+            )
+        if result.collected.outcome == "interrupted":
+            break
+    problems(list(dict.fromkeys(map(str, bad))))
+    if as_json:
+        click.echo(json.dumps([report(r.layer, r) for r in done], indent=1))
+    if done and done[-1].collected.outcome == "interrupted":
+        sys.exit(130)
+    if not as_json and not simulate:
+        click.echo("next: synth emit uses these timings for their layers; synth fit learns from them for others")
+    sys.exit(1 if any(r.numbers.denials for r in done) else 0)
+
+
+def _device_here(device: str | None, elsewhere: bool) -> Device:
+    """Return the GPU that is here, or with `elsewhere` the one that is named."""
+    from synth.catalog.devices import get_device
+    from synth.collecting import gpu_name
+
+    if elsewhere:
+        return get_device(device or "NVIDIA H200")
+    found = get_device(gpu_name())
+    if device is not None and get_device(device) != found:
+        raise SynthError(f"--device {device}: the GPU here is {found.name}")
+    return found
 
 
 @main.group()

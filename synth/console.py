@@ -17,8 +17,11 @@ from rich.table import Table
 
 if TYPE_CHECKING:
     from synth.collecting import CollectSummary
+    from synth.evaluating import Study
+    from synth.learning import Point
     from synth.performance.evaluation import Evaluation, Regret
-    from synth.planning import PlanSummary
+    from synth.planning import Layer, PlanSummary
+    from synth.verifying import Standing, Verification
 
 
 #: Printed problems of input files, before the rest is only counted.
@@ -30,7 +33,7 @@ _WIDTH = 132
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Print a table; columns whose values are all numbers are right-aligned."""
     body = [[_text(v) for v in row] for row in rows]
-    out = Table(title=escape(title), title_justify="left", title_style="bold")
+    out = Table(title=escape(title) or None, title_justify="left", title_style="bold")
     for i, name in enumerate(columns):
         numbers = all(_is_number(row[i]) for row in body)
         out.add_column(name, justify="right" if numbers else "left", overflow="fold")
@@ -54,6 +57,89 @@ def shape_regrets(title: str, evaluation: Evaluation) -> None:
     """Print a table of regrets, a row a shape, worst first."""
     shapes = sorted(evaluation.shapes().items(), key=lambda item: -item[1].geomean)
     table(title, ["shape", "geomean", "p95", "p99", "max"], [[label, *_summary(r)] for label, r in shapes])
+
+
+def study(title: str, found: Study) -> None:
+    """Print what timings are worth, how true the stated uncertainty is, and where the regret is."""
+    for name, points in found.known.items():
+        _curve(f"{title}: timings of an unseen shape (mean of a shape), judged over {name}", points, each=True)
+    for name, points in found.new.items():
+        _curve(f"{title}: timings of a new device, over {name} together", points)
+    table(
+        f"{title}: what is stated of unseen shapes, beside what was found",
+        ["share timed", "in 90 % intervals", "corrected", "expected regret", "actual"],
+        [
+            [f"{c.share:.1%}", f"{c.stated:.1%}", f"{c.corrected:.1%}", f"{c.expected:.2%}", f"{c.actual:.2%}"]
+            for c in found.coverage
+        ],
+    )
+    click.echo(f"90 % intervals of predicted times, corrected by the other families: {found.calibration.coverage:.1%}")
+    for margin, (stated, corrected) in found.reliability.items():
+        for name, one in (("as stated", stated), ("corrected by the other families", corrected)):
+            click.echo(
+                f"{title}: probability of being within {margin:.0%} of the best, {name}: "
+                f"Brier score {one.brier:.4f}, calibration error {one.error:.3f}"
+            )
+            bins = zip(one.stated, one.happened, one.count, strict=True)
+            table("", ["stated", "happened", "choices"], [[f"{s:.1%}", f"{h:.1%}", n] for s, h, n in bins])
+    table(
+        f"{title}: where the regret is (kinds overlap)",
+        ["kind", "choices", "of all", "of the regret", "regret", "1 % timed", "5 % timed", "what would mend it"],
+        [
+            [k.name, k.count, f"{k.share:.0%}", f"{k.of_regret:.0%}", *(f"{g:.4f}" for g in k.geomeans), k.fix()]
+            for k in found.kinds
+        ],
+    )
+    table(
+        f"{title}: the worst choices without timings",
+        ["shape", "stage", "bucket", "regret", "5 % timed", "chosen", "best"],
+        [[w.label, w.stage, w.bucket, f"{w.regret:.3f}", f"{w.later:.3f}", w.chosen, w.best] for w in found.worst],
+    )
+    if found.stability is not None:
+        s = found.stability
+        click.echo(
+            f"{title}: choices from two independent passes, {s.count} of each: {s.equal:.1%} equal, "
+            f"{s.as_good:.1%} equal or within 0.5 %"
+        )
+
+
+def _curve(title: str, points: Iterable[Point], *, each: bool = False) -> None:
+    """Print a table of regrets, a row a share of the sweep and a way to choose it; means over seeds.
+
+    Timings and seconds are those of all shapes together, or of `each` on average.
+    """
+    groups: dict[tuple[float, str], list[Point]] = {}
+    for p in points:
+        groups.setdefault((p.mark, p.way), []).append(p)
+    rows = []
+    for (_, way), seeds in sorted(groups.items(), key=lambda item: item[0][0]):
+        count = len(seeds[0].evaluation.shapes()) if each else 1
+        regret = [p.evaluation.all for p in seeds]
+        second = [s.geomean for p in seeds if (s := p.evaluation.second_pass())]
+        overall = [r.geomean for r in regret]
+        rows.append(
+            [
+                f"{_mean(p.timings / p.sweep for p in seeds):.2%}",
+                round(_mean(p.timings / count for p in seeds)),
+                f"{_mean(p.seconds / count for p in seeds):.1f}",
+                f"{_mean(p.seconds / p.sweep_seconds for p in seeds):.2%}",
+                way if seeds[0].timings else "any",
+                f"{_mean(overall):.4f}",
+                f"{min(overall):.4f}–{max(overall):.4f}" if len(seeds) > 1 else "",
+                *(f"{_mean(p.evaluation.stage(s).geomean for p in seeds):.4f}" for s in (1, 2)),
+                f"{_mean(r.p95 for r in regret):.3f}",
+                f"{_mean(r.p99 for r in regret):.3f}",
+                f"{max(r.max for r in regret):.3f}",
+                f"{_mean(second):.4f}" if second else "",
+            ]
+        )
+    columns = ["timed", "timings", "GPU s", "of s", "cells", "geomean", "seeds", "gemm1", "gemm2"]
+    table(title, [*columns, "p95", "p99", "max", "2nd pass"], rows)
+
+
+def _mean(values: Iterable[float]) -> float:
+    every = list(values)
+    return sum(every) / len(every)
 
 
 def plan_summary(plan: PlanSummary) -> None:
@@ -90,6 +176,46 @@ def collect_summary(done: CollectSummary) -> None:
         )
     for path in done.files:
         click.echo(f"-> {path}")
+
+
+def standings(layers: Iterable[tuple[Layer | str, Standing]]) -> None:
+    """Print how sure the choices of layers are, a row a layer."""
+    rows = [
+        [
+            one,
+            *(now.entries.get(s, 0) for s in ("measured", "verified", "predicted")),
+            f"{now.regret:.2%}",
+            f"{now.near:.1%}",
+        ]
+        for one, now in layers
+    ]
+    columns = ["layer", "measured", "verified", "predicted", "expected regret", "within 1 %"]
+    table("Choices, a stage and bucket each", columns, rows)
+
+
+def verification(done: Verification) -> None:
+    """Print what spot checks of one layer came to."""
+    from synth.collecting import duration
+
+    standings([(f"{done.layer}, before", done.before), (f"{done.layer}, after", done.after)])
+    click.echo(
+        f"{done.timings} timings ({done.failed} failed) in {duration(done.measuring_s)} of measuring; {done.stop}"
+    )
+    for line in done.collected.skipped:
+        click.echo(f"skipped: {line}")
+    if done.changes:
+        table(
+            f"{len(done.changes)} choices changed",
+            ["stage", "bucket", "before", "after", "gain"],
+            [[c.stage, c.bucket, c.old, c.new, "" if math.isnan(c.gain) else f"{c.gain:.1%}"] for c in done.changes],
+        )
+    numbers = done.numbers
+    if numbers.pairs:
+        click.echo(f"numbers: {numbers.pairs} pairs agree with the fallback, at most {numbers.worst:.2%} off")
+    if numbers.unchecked:
+        click.echo(f"numbers: not all were compared: {numbers.unchecked}", err=True)
+    for denial in numbers.denials:
+        click.echo(f"WRONG NUMBERS, denied from now on: {denial}", err=True)
 
 
 def problems(found: Sequence[object]) -> None:

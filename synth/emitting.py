@@ -16,6 +16,7 @@ from synth.catalog.devices import Device
 from synth.catalog.shapes import Deployment, MoEShape
 from synth.catalog.tactics import DEFAULT_FLASHINFER, load_table
 from synth.choosing import Choice, choose
+from synth.denied import Denial
 from synth.errors import SynthError
 from synth.flashinfer.contract import (
     ENGINES,
@@ -28,6 +29,8 @@ from synth.flashinfer.contract import (
 from synth.flashinfer.formats import ConfigEntry, dumps_bundled, dumps_json
 from synth.measurements import DEFAULT_POLICY, Origin, Timings
 from synth.performance.model import PerformanceModel
+from synth.performance.posterior import NEAR
+from synth.performance.routing import UNIFORM, Routing
 
 FORMATS = ("json", "bundled")
 
@@ -42,7 +45,7 @@ class Tally:
     deployments, shapes : int
         Deployments asked for, and their distinct shapes.
     entries : dict of str to int
-        Entries by source: measured, predicted, analytical.
+        Entries by source: measured, verified, predicted, analytical.
     left_out : int
         Entries that may not beat the fallback.
     gain : float
@@ -88,11 +91,12 @@ class Emission:
 
 @dataclass(frozen=True)
 class Source:
-    """What the choices of one quantization are made from."""
+    """What the choices of one quantization are made from; tactics in `denied` are never chosen."""
 
     model: PerformanceModel
     timings: Timings | None = None
     name: str = ""
+    denied: tuple[Denial, ...] = ()
 
 
 #: A choice's place: shape, stage, bucket, and whether gemm2 may fuse the finalize step.
@@ -131,6 +135,7 @@ def emit(
     max_tokens: Sequence[int] = SERVER_MAX_TOKENS,
     flashinfer: str = DEFAULT_FLASHINFER,
     file_format: str = "json",
+    routing: Routing = UNIFORM,
     progress: Callable[[int, int], None] | None = None,
 ) -> Emission:
     """Choose and render the config of one device.
@@ -147,13 +152,16 @@ def emit(
         Maximum token counts of the servers.
     file_format : str
         One of ``FORMATS``.
+    routing : Routing
+        How the servers' tokens spread over the experts. Unless uniform, it is recorded in the sidecar and in the
+        config's metadata, and no entry is measured.
     progress : callable, optional
         Called with shapes done and shapes in all.
 
     Raises
     ------
     SynthError
-        When a source is simulated, or nothing is left to write.
+        When a source is simulated, the routing is not one of a deployment, or nothing is left to write.
     """
     for quant, source in sources.items():
         if source.model.origin_.simulated:
@@ -175,17 +183,19 @@ def emit(
             if progress is not None:
                 progress(start + n, total)
 
-        choices = _choose(source, shapes, buckets, "sglang" in engines, step)
+        choices = _choose(source, shapes, buckets, "sglang" in engines, routing, step)
         done += len(shapes)
         tallies.append(_render(quant, wanted, shapes, buckets, engines, device, flashinfer, choices, entries, records))
     if not entries:
         raise SynthError("nothing to write: no entry is sure to beat the fallback; time some with `synth collect`")
-    provenance = {
+    provenance: dict[str, Any] = {
         "synth": __version__,
-        "sources": {q: {"from": s.name, "model": s.model.fingerprint()} for q, s in sorted(sources.items())},
+        "sources": {q: _origin_of(s) for q, s in sorted(sources.items())},
         "max_tokens": sorted(max_tokens),
         "engines": sorted(engines),
     }
+    if not routing.is_uniform:
+        provenance["routing"] = routing.record()
     metadata = build_metadata(device.name, flashinfer, provenance)
     ordered = [entries[key] for key in sorted(entries)]
     config = (dumps_json if file_format == "json" else dumps_bundled)(metadata, ordered)
@@ -201,13 +211,25 @@ def emit(
     return Emission(device, config, sidecar.encode(), tuple(tallies))
 
 
+def _origin_of(source: Source) -> dict[str, Any]:
+    found: dict[str, Any] = {"from": source.name, "model": source.model.fingerprint()}
+    if source.denied:
+        found["denied"] = sorted({f"gemm{d.stage} {d.tactic}" for d in source.denied})
+    return found
+
+
 def sidecar_path(path: Path) -> Path:
     """Return where a config's sidecar goes: beside it."""
     return path.with_name(path.name + ".provenance.json")
 
 
 def _choose(
-    source: Source, shapes: list[MoEShape], buckets: Sequence[int], unfused_too: bool, step: Callable[[int], None]
+    source: Source,
+    shapes: list[MoEShape],
+    buckets: Sequence[int],
+    unfused_too: bool,
+    routing: Routing,
+    step: Callable[[int], None],
 ) -> dict[_Place, Choice]:
     """Return every choice; with `unfused_too`, also those of servers that don't fuse the finalize step."""
     made = choose(
@@ -216,6 +238,8 @@ def _choose(
         buckets,
         timings=source.timings,
         fused_finalize=(True, False) if unfused_too else (True,),
+        routing=routing,
+        denied=frozenset((d.stage, d.tactic) for d in source.denied),
         progress=step,
     )
     return {(c.shape, c.stage, c.bucket, c.fused_finalize): c for c in made}
@@ -281,6 +305,8 @@ def _render(
                 "runner_up_ms": _short(choice.runner_up_ms),
                 "margin": _short(choice.margin),
                 "fallback_ms": _short(choice.fallback_ms),
+                "expected_regret": _short(choice.regret),
+                **{f"within_{m:.0%}": _short(p) for m, p in zip(NEAR, choice.within, strict=True)},
                 "candidates": choice.candidates,
                 "keys": list(keys[cell]),
             }

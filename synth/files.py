@@ -1,9 +1,11 @@
-"""Writing files whole or not at all."""
+"""Writing files whole or not at all, and by one process at a time."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from synth.errors import SynthError
@@ -35,3 +37,29 @@ def write_atomically(path: Path, data: bytes) -> None:
         if temporary is not None and os.path.exists(temporary):
             os.unlink(temporary)
         raise SynthError(f"can't write {path}: {e.strerror or e}; name another place or free some space") from e
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold off other processes that change files in `folder`, which is made where it is missing.
+
+    Raises
+    ------
+    SynthError
+        When the folder can't be made or opened.
+    """
+    # Not with the module: config files are also written where there is no such thing.
+    import fcntl
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        fd = os.open(folder, os.O_RDONLY)
+    except OSError as e:
+        raise SynthError(f"can't write to {folder}: {e.strerror or e}; name another place or free some space") from e
+    try:
+        # A file system without locks must not keep anyone from their timings.
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)

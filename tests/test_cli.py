@@ -158,10 +158,30 @@ def test_a_device_without_timings_is_loud(run: Run) -> None:
     assert result.stderr.count("WARNING") == 3 and "synth collect" in result.stderr
 
 
+def test_emit_for_a_skewed_routing_is_loud_and_recorded(run: Run) -> None:
+    Path("counts.csv").write_text("expert_id,count\n" + "".join(f"{i},{64 - i}\n" for i in range(64)), encoding="utf-8")
+    for routing in ("zipf:1.2", "counts.csv"):
+        result = run("emit", *OLMOE, "--routing", routing, "-o", "a.json")
+        assert result.exit_code == 0, result.output
+        assert result.stderr.count("WARNING") == 1
+        assert f"--routing {routing}: no entry is measured" in result.stderr
+        sidecar = json.loads(Path("a.json.provenance.json").read_bytes())
+        assert sidecar["routing"]["text"] == routing
+        assert {r["source"] for r in sidecar["choices"]} == {"predicted"}
+        # 64 tokens are few for a server; nothing else is found.
+        assert {f["code"] for f in json.loads(run("check", "a.json", "--json").stdout)} == {"low-top-bucket"}
+    assert run("emit", *OLMOE, "--routing", "uniform", "-o", "b.json").exit_code == 0
+    assert run("emit", *OLMOE, "-o", "c.json").exit_code == 0
+    assert Path("b.json").read_bytes() == Path("c.json").read_bytes()
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         (("--device", "H200", "--model", "olmo"), ("olmo", "did you mean olmoe")),
+        (("--device", "H200", "--model", "olmoe", "--routing", "zipf"), ("--routing zipf", "zipf:1.2")),
+        (("--device", "H200", "--model", "olmoe", "--routing", "zipf:-1"), ("zipf:-1", "from 0 to 10")),
+        (("--device", "H200", "--model", "phi-3.5-moe", "--routing", "hot:3"), ("hot:3", "2 experts only")),
         (("--device", "H20", "--model", "olmoe"), ("H20", "did you mean NVIDIA H200")),
         (("--device", "Tesla", "--model", "olmoe"), ("Tesla", "known: NVIDIA H200")),
         (("--device", "B200", "--model", "olmoe"), ("NVIDIA B200", "sm100")),

@@ -19,7 +19,8 @@ import pytest
 from synth import __version__
 from synth.catalog.devices import get_device
 from synth.catalog.shapes import Deployment, MoEShape, find_model
-from synth.catalog.tactics import load_table
+from synth.catalog.tactics import Tactic, load_table
+from synth.denied import Denial
 from synth.emitting import Emission, Source, analytical_source, bucket_union, emit, sidecar_path
 from synth.errors import SynthError
 from synth.fitting import save
@@ -33,6 +34,7 @@ from synth.flashinfer.contract import (
 )
 from synth.measurements import Timings, load
 from synth.performance.model import Cells, PerformanceModel
+from synth.performance.routing import Routing
 
 ROOT = Path(__file__).parent.parent
 H200 = get_device("NVIDIA H200")
@@ -329,3 +331,45 @@ def test_progress_counts_shapes(sources: dict[str, Source]) -> None:
     made = make(sources, layers, progress=lambda done, total: seen.append((done, total)))
     assert seen[-1] == (5, 5) and seen == sorted(seen)
     assert {t.quant for t in made.tallies} == {"bf16", "fp8"}
+
+
+# --- denied tactics --------------------------------------------------------------------------------------------------
+
+
+def test_a_denied_tactic_is_written_nowhere_and_named_in_the_sidecar(sources: dict[str, Source]) -> None:
+    plain = json.loads(make(sources, [OLMOE]).sidecar)
+    assert "denied" not in plain["sources"]["bf16"]
+    worst, _ = Counter(r["tactic"] for r in plain["choices"] if r["stage"] == 2).most_common(1)[0]
+    denial = Denial(2, Tactic.parse(worst), OLMOE.shape, 64)
+    made = make({"bf16": dataclasses.replace(sources["bf16"], denied=(denial,))}, [OLMOE])
+    sidecar = json.loads(made.sidecar)
+    assert sidecar["sources"]["bf16"]["denied"] == [f"gemm2 {worst}"]
+    assert worst not in {r["tactic"] for r in sidecar["choices"]}
+    assert len(entries_of(made)) == len(entries_of(make(sources, [OLMOE])))
+
+
+# --- skewed routing --------------------------------------------------------------------------------------------------
+
+
+def test_a_skewed_routing_is_recorded_and_nothing_is_measured(sources: dict[str, Source]) -> None:
+    plain = make(sources, [OLMOE])
+    made = make(sources, [OLMOE], routing=Routing.counts([[float(i * i) for i in range(64)]], "counts.csv"))
+    config, sidecar = json.loads(made.config), json.loads(made.sidecar)
+    (tally,) = made.tallies
+    assert set(tally.entries) == {"predicted"} and {r["source"] for r in sidecar["choices"]} == {"predicted"}
+    assert sidecar["routing"]["text"] == "counts.csv" and sidecar["routing"]["counted"]["experts"] == 64
+    before = json.loads(plain.config)["_metadata"]
+    after = config["_metadata"]
+    assert after["synth"].pop("routing") == sidecar["routing"]
+    assert after == before
+    assert "routing" not in json.loads(plain.sidecar)
+
+
+def test_uniform_routing_changes_no_byte(sources: dict[str, Source]) -> None:
+    plain, even = make(sources), make(sources, routing=Routing.zipf(0.0))
+    assert (plain.config, plain.sidecar) == (even.config, even.sidecar)
+
+
+def test_counts_of_another_model_are_refused(sources: dict[str, Source]) -> None:
+    with pytest.raises(SynthError, match=r"counts of 64 experts, but a layer has 128 .* --model"):
+        make(sources, routing=Routing.counts([[1.0] * 64]))

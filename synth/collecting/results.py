@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import os
 import statistics
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from synth.collecting.journal import Content, Entry, is_journal, read_journal
 from synth.collecting.reporters import Drift
 from synth.errors import SynthError
+from synth.files import locked
 from synth.measurements import (
     DEFAULT_POLICY,
     Problem,
@@ -155,7 +153,7 @@ def _provenance(content: Content, layer: int) -> dict[str, Any]:
 
 def _store(part: ShapeTimings, root: Path, problems: list[Problem] | None) -> Path:
     """Merge `part` into its file; where that has an earlier or later state of the same run, the two become one."""
-    with _locked(part.origin.folder(root)):
+    with locked(part.origin.folder(root)):
         path = path_of(part, root)
         if not path.exists():
             return write(part, root)
@@ -189,23 +187,6 @@ def _united(part: ShapeTimings, present: ShapeTimings, moved: dict[int, int], ke
     return ShapeTimings.from_rows(
         part.origin, part.shape, part.label, passes, rows.values(), {**present.tactics, **part.tactics}
     )
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold off other processes that change files in `folder`."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        fd = os.open(folder, os.O_RDONLY)
-    except OSError as e:
-        raise SynthError(f"can't write to {folder}: {e.strerror or e}; name another place or free some space") from e
-    try:
-        # A file system without locks must not keep anyone from their timings.
-        with contextlib.suppress(OSError):
-            fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(fd)
 
 
 def _passes_of_table(path: Path) -> dict[int, dict[str, Any]]:

@@ -2,7 +2,8 @@
 
 Two things are here. :class:`GpuRunner` times single tactics of one GEMM through FlashInfer's own autotuner;
 ``synth collect`` drives it. :class:`Layer` is a whole MoE layer with real inputs, called through the public
-``flashinfer.fused_moe.cutlass_fused_moe``; ``benchmarks/layer.py`` times it.
+``flashinfer.fused_moe.cutlass_fused_moe``; ``benchmarks/layer.py`` times it, and ``synth verify`` compares its output
+through :class:`LayerComparator`.
 
 torch and FlashInfer are imported when something is made, never with this module. FlashInfer's tuner is one per
 process, and so is the CUDA device of a :class:`GpuRunner`: use one process per GPU.
@@ -23,11 +24,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+
 from synth.catalog.shapes import MoEShape, check_supported
 from synth.catalog.tactics import STAGES, load_table
 from synth.collecting.runner import OutOfMemory, StickyError, TacticError
 from synth.errors import MissingDependencyError, SynthError
 from synth.flashinfer.contract import ACTIVATION_TYPES, ACTIVATIONS, OPS, CallSignature, map_to_bucket, signatures
+from synth.performance.routing import UNIFORM, Routing
 
 #: FlashInfer's profiler cycles through this many fixed routing samples, one per launch.
 ROUTING_SAMPLES = 16
@@ -401,29 +405,43 @@ class Layer:
             raise OutOfMemory(f"the {quant} weights of {shape} don't fit into the GPU's memory") from e
         self._scales = self._quant_scales()
 
-    def inputs(self, tokens: int) -> dict[str, Any]:
+    def inputs(self, tokens: int, routing: Routing = UNIFORM, sample: int = 0) -> dict[str, Any]:
         """Return the arguments of one call of ``cutlass_fused_moe``.
 
-        Routing is uniform over all ranks' experts, without repeats within a token, the weights of a token summing
-        to 1. Output and workspace are allocated here, so that a captured call allocates next to nothing.
+        Tokens go to all ranks' experts, without repeats within a token, the weights of a token summing to 1. Output
+        and workspace are allocated here, so that a captured call allocates next to nothing.
 
         Parameters
         ----------
         tokens : int
             At least 1.
+        routing : Routing
+            How tokens spread over the experts, see :meth:`synth.performance.routing.Routing.sample`.
+        sample : int
+            Which of many draws; each has its own input and, unless uniform, its own popular experts.
+
+        Raises
+        ------
+        SynthError
+            When the routing is not one of this layer: counts of another number of experts.
         """
         torch, shape = self._torch, self.shape
         signature = _signature(self.quant)
         x_dtype, weight_dtype = _dtype(torch, signature.x_dtype), _dtype(torch, signature.weight_dtype)
         experts = shape.experts * shape.ep_size
         generator = torch.Generator(device=self.device)
-        generator.manual_seed(self.seed + tokens)
+        generator.manual_seed(self.seed + tokens + 1_000_003 * sample)
         # A quantized input has unit scale: quantization would bring it there.
         std = _STD if self.quant == "bf16" else 1.0
         x = torch.empty((tokens, shape.hidden), dtype=torch.bfloat16, device=self.device)
         x.normal_(0, std, generator=generator)
-        utils = importlib.import_module("flashinfer.fused_moe.utils")
-        ids = utils.make_random_topk_ids(experts, tokens, shape.top_k, self.device, generator)
+        if routing.is_uniform:
+            utils = importlib.import_module("flashinfer.fused_moe.utils")
+            ids = utils.make_random_topk_ids(experts, tokens, shape.top_k, self.device, generator)
+        else:
+            rng = np.random.default_rng([self.seed, tokens, sample])
+            drawn = routing.sample(experts, shape.top_k, tokens, rng).astype(np.int32)
+            ids = torch.from_numpy(drawn).to(self.device)
         scores = torch.rand((tokens, shape.top_k), dtype=torch.float32, device=self.device, generator=generator)
         scores += 0.1
         workspace = self._core.cutlass_fused_moe_workspace_size(
@@ -516,15 +534,50 @@ class Layer:
         ]
 
 
-def compare_pair(
-    shape: MoEShape, quant: str, tokens: int, pair: tuple[int, int], activation: str = "swiglu", *, device: str = "cuda"
-) -> float:
-    """Return the largest relative error of a pair of tactics against the fallback's output.
+class LayerComparator:
+    """Compares pairs of tactics of one layer with the fallback; see :class:`synth.numbers.Comparator`.
 
-    Allocates the layer anew: for several pairs of one layer use :meth:`Layer.relative_error`.
+    Parameters
+    ----------
+    shape : MoEShape
+        The layer on one rank.
+    quant : str
+        ``"bf16"`` or ``"fp8"``.
+    activation : str
+        A key of :data:`synth.flashinfer.contract.ACTIVATIONS`.
+    device : str
+        Where everything lives.
+
+    Raises
+    ------
+    MissingDependencyError
+        When FlashInfer or torch is not installed.
+    SynthError
+        When the layer has no kernel here, its weights don't fit, or its quantization has no scales here.
     """
-    layer = Layer(shape, quant, activation, device=device)
-    return layer.relative_error(layer.inputs(tokens), pair)
+
+    def __init__(self, shape: MoEShape, quant: str, activation: str = "swiglu", *, device: str = "cuda") -> None:
+        self._layer = Layer(shape, quant, activation, device=device)
+        self._inputs: tuple[int, dict[str, Any]] | None = None
+
+    def deviation(self, tokens: int, pair: tuple[int, int]) -> float:
+        """Return the largest difference from the fallback's output over the largest output.
+
+        Raises
+        ------
+        OutOfMemory
+            When the token count doesn't fit into the GPU's memory.
+        """
+        try:
+            if self._inputs is None or self._inputs[0] != tokens:
+                self._inputs = None
+                self._inputs = tokens, self._layer.inputs(tokens)
+            return self._layer.relative_error(self._inputs[1], pair)
+        except Exception as e:
+            torch = self._layer._torch
+            if isinstance(e, SynthError) or _lost_context(torch) is not None or not _is_out_of_memory(torch, e):
+                raise
+            raise OutOfMemory(f"{self._layer.shape} at {tokens} tokens doesn't fit into the GPU's memory") from e
 
 
 def tune(layer: Layer, tokens: Sequence[int], path: Path) -> None:

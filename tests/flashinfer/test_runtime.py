@@ -6,6 +6,7 @@ import csv
 import importlib.util
 import json
 import math
+import re
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -15,13 +16,15 @@ from typing import Any
 import pytest
 
 from synth.catalog.shapes import Deployment, MoEShape
+from synth.choosing import choose
 from synth.collecting.runner import OutOfMemory, StickyError, TacticError
 from synth.errors import SynthError, UnsupportedShapeError
 from synth.flashinfer import runtime
 from synth.flashinfer.contract import build_metadata, file_keys
 from synth.flashinfer.formats import ConfigEntry, dumps_json
 from synth.flashinfer.replay import FakeRunner, StubbedFlashInfer, stubbed_gpu
-from synth.flashinfer.runtime import GpuRunner, Layer, compare_pair, weight_bytes
+from synth.flashinfer.runtime import GpuRunner, Layer, LayerComparator, weight_bytes
+from synth.performance.routing import UNIFORM, Routing
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("flashinfer.autotuner")
@@ -476,6 +479,25 @@ def test_a_layers_inputs_are_what_the_binding_checks(h200: StubbedFlashInfer, ke
     assert Layer(shape, "bf16", device="cpu").inputs(1)["quant_scales"] == []
 
 
+def test_a_layers_tokens_follow_the_routing(h200: StubbedFlashInfer) -> None:
+    shape = MoEShape(256, 128, 16, 2, 2)
+    layer = Layer(shape, "bf16", device="cpu")
+    routing = Routing.zipf(1.0)
+    drawn = [layer.inputs(4000, routing, sample)["token_selected_experts"] for sample in (0, 0, 1)]
+    assert drawn[0].dtype == torch.int32 and drawn[0].shape == (4000, 2)
+    assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
+    assert (drawn[0][:, 0] != drawn[0][:, 1]).all()
+    p = routing.inclusion(32, 2)
+    for ids in drawn:
+        counts = torch.bincount(ids.flatten(), minlength=32).sort(descending=True).values.numpy()
+        assert (abs(counts - 4000 * p) <= 5 * (4000 * p * (1 - p)) ** 0.5 + 1).all()
+    even = [layer.inputs(64, UNIFORM, sample)["token_selected_experts"] for sample in (0, 0, 1)]
+    assert torch.equal(even[0], layer.inputs(64)["token_selected_experts"]) and torch.equal(even[0], even[1])
+    assert not torch.equal(even[0], even[2])
+    with pytest.raises(SynthError, match="counts of 2 experts, but a layer has 32"):
+        layer.inputs(8, Routing.counts([[2, 1]]))
+
+
 def test_a_layer_refuses_formats_that_it_has_no_scales_for(h200: StubbedFlashInfer) -> None:
     with pytest.raises(SynthError, match="not in nvfp4"):
         Layer(SHAPE, "nvfp4", device="cpu")
@@ -489,7 +511,7 @@ def test_agreement_is_with_the_fallback(
     h200: StubbedFlashInfer, kernels: Kernels, fallback: float, other: float, error: float
 ) -> None:
     kernels.outputs = {(-1, -1): fallback, (3, 50): other}
-    assert compare_pair(SHAPE, "bf16", 8, (3, 50), device="cpu") == error
+    assert LayerComparator(SHAPE, "bf16", device="cpu").deviation(8, (3, 50)) == error
 
 
 def test_an_output_that_is_not_written_does_not_agree(
@@ -500,7 +522,37 @@ def test_an_output_that_is_not_written_does_not_agree(
             args[0].fill_(1.0)
 
     monkeypatch.setattr(FakeRunner, "run_moe", run_moe)
-    assert compare_pair(SHAPE, "bf16", 8, (3, 50), device="cpu") == math.inf
+    assert LayerComparator(SHAPE, "bf16", device="cpu").deviation(8, (3, 50)) == math.inf
+
+
+def test_one_layer_compares_many_pairs_and_draws_inputs_once_a_token_count(
+    h200: StubbedFlashInfer, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels.outputs = {(-1, -1): 2.0, (3, 50): 2.5, (-1, 50): 2.0}
+    drawn: list[int] = []
+    inputs = Layer.inputs
+    monkeypatch.setattr(Layer, "inputs", lambda self, tokens: [drawn.append(tokens), inputs(self, tokens)][1])
+    comparator = LayerComparator(SHAPE, "bf16", device="cpu")
+    asked = [(8, (3, 50)), (8, (-1, 50)), (4, (3, 50))]
+    assert [comparator.deviation(*one) for one in asked] == [0.25, 0.0, 0.25]
+    assert drawn == [8, 4]
+
+
+def test_a_token_count_that_does_not_fit_is_no_verdict_on_a_pair(
+    h200: StubbedFlashInfer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    comparator = LayerComparator(SHAPE, "bf16", device="cpu")
+    monkeypatch.setattr(runtime, "_lost_context", lambda _torch: None)
+
+    def refuse(_self: object, *_args: object) -> None:
+        raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr(FakeRunner, "run_moe", refuse)
+    with pytest.raises(OutOfMemory, match="at 8 tokens"):
+        comparator.deviation(8, (3, 50))
+    monkeypatch.setattr(runtime, "_lost_context", lambda _torch: RuntimeError("illegal memory access"))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        comparator.deviation(8, (3, 50))
 
 
 def test_tuning_some_buckets_serves_all_token_counts_below_them(h200: StubbedFlashInfer, tmp_path: Path) -> None:
@@ -543,11 +595,33 @@ def write_config(path: Path, bucket: int, pair: tuple[int, int], **changes: str)
 @pytest.fixture
 def benchmark(h200: StubbedFlashInfer, monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], int]:
     """The script on the CPU: a graph is the pair that was captured, and its time that pair's ids."""
-    path = Path(__file__).resolve().parents[2] / "benchmarks" / "layer.py"
-    spec = importlib.util.spec_from_file_location("layer_benchmark", path)
+    return load_benchmark("layer", monkeypatch)
+
+
+@pytest.fixture
+def routing_benchmark(
+    h200: StubbedFlashInfer, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[list[str]], int]:
+    """The script for skewed routing on the CPU, likewise; the shipped model and timings are real."""
+    main = load_benchmark("routing", monkeypatch)
+
+    def capture(call: Callable[[], object], calls: int) -> tuple[int, int]:
+        # A pair that is given is never asked of the tuner.
+        for _ in range(calls):
+            call()
+        return next((a[0], a[1]) for a in kernels.layer_calls[-1] if isinstance(a, list) and len(a) == 2)
+
+    monkeypatch.setattr(runtime, "capture", capture)
+    return main
+
+
+def load_benchmark(name: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], int]:
+    path = Path(__file__).resolve().parents[2] / "benchmarks" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"{name}_benchmark", path)
     assert spec is not None and spec.loader is not None
     script = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "layer_benchmark", script)
+    monkeypatch.setitem(sys.modules, f"{name}_benchmark", script)
+    monkeypatch.setattr(sys, "path", list(sys.path))
     spec.loader.exec_module(script)
     monkeypatch.setattr(runtime, "_device", lambda _torch, _name: torch.device("cpu"))
 
@@ -636,6 +710,158 @@ def test_layers_are_named_as_the_catalogue_names_deployments(benchmark: object) 
     assert (name, deployment.tp, deployment.ep, deployment.quant) == ("deepseek-v3-tp2-ep8", 2, 8, "fp8")
     name, deployment = script.parse_layer("tiny=h256-i128-e4-k2-ep4-ungated", "bf16")
     assert (name, deployment.ep, deployment.activation) == ("tiny", 4, "relu2")
+
+
+# ---- benchmarks/routing.py ---------------------------------------------------------------------------------
+
+
+TINY = ["--layer", f"tiny={SHAPE}"]
+
+
+def test_the_routing_benchmark_times_every_pair_of_candidates(
+    routing_benchmark: Callable[[list[str]], int],
+    kernels: Kernels,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "rows.csv"
+    routings = ["uniform", "zipf:1.2", "hot:1"]
+    options = [f"--routing={r}" for r in routings] + ["--tokens", "8,64", "--rounds", "5", "--out", str(out)]
+    assert routing_benchmark([*TINY, *options]) == 0
+    rows = list(csv.DictReader(out.open()))
+    cells: dict[tuple[str, str], list[dict[str, str]]] = {}
+    for row in rows:
+        cells.setdefault((row["tokens"], row["routing"]), []).append(row)
+    assert set(cells) == {(t, r) for t in ("8", "64") for r in routings}
+    for (_, routing), mine in cells.items():
+        assert len({(r["g1"], r["g2"]) for r in mine}) == len(mine) == 16
+        roles = [role for r in mine for role in r["chosen_for"].split("+") if role]
+        assert sorted(roles) == ["routing", "uniform"]
+        for r in mine:
+            assert float(r["ms"]) == float(r["q25"]) == float(r["q75"]) == (int(r["g1"]) + int(r["g2"])) / 50
+            assert (r["rounds"], r["draws"], r["error"]) == ("5", "4", "0")
+            assert r["tactic1"].startswith(("tma90", "sm80")) and float(r["expected1_ms"]) > 0
+            if routing == "uniform":
+                assert (r["expected1_ms"], r["expected2_ms"]) == (r["uniform1_ms"], r["uniform2_ms"])
+    printed = capsys.readouterr().out
+    assert "uniform: regret of uniform's pairs" in printed and "in 0 of 2 cells" in printed
+    assert "zipf:1.2: regret" in printed and "hot:1: regret" in printed
+
+
+def test_a_captured_graph_goes_through_all_draws(
+    routing_benchmark: Callable[[list[str]], int], kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs: list[list[int]] = []
+    capture = runtime.capture
+
+    def spy(call: Callable[[], object], calls: int) -> Any:
+        before = len(kernels.layer_calls)
+        graph = capture(call, calls)
+        # The output of each draw is a tensor of its own.
+        graphs.append([id(args[0]) for args in kernels.layer_calls[before:]])
+        return graph
+
+    monkeypatch.setattr(runtime, "capture", spy)
+    assert routing_benchmark([*TINY, "--routing", "zipf:1", "--tokens", "8", "--draws", "3"]) == 0
+    assert len(graphs) == 16
+    for outputs in graphs:
+        assert len(outputs) % 3 == 0
+        assert {outputs.count(i) for i in outputs} == {len(outputs) // 3} and len(set(outputs)) == 3
+
+
+def test_the_routing_benchmark_stops_after_a_few_errors(
+    routing_benchmark: Callable[[list[str]], int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    cells = [0]
+
+    def capture(call: Callable[[], object], calls: int) -> tuple[int, int]:
+        cells[0] += 1
+        raise RuntimeError("CUDA error: misaligned address\nCompile with TORCH_USE_CUDA_DSA")
+
+    monkeypatch.setattr(runtime, "capture", capture)
+    out = tmp_path / "rows.csv"
+    assert routing_benchmark([*TINY, "--routing", "zipf:1", "--tokens", "1,2,4,8,16", "--out", str(out)]) == 1
+    assert cells == [3] and out.read_text().startswith("layer,tokens,routing,") and out.read_text().count("\n") == 1
+    assert "tiny at 4 tokens, zipf:1: RuntimeError: CUDA error: misaligned address Compile" in capsys.readouterr().err
+
+
+def test_a_wrong_output_is_told_and_is_never_the_best(
+    routing_benchmark: Callable[[list[str]], int],
+    kernels: Kernels,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "rows.csv"
+    arguments = [*TINY, "--routing", "zipf:1", "--tokens", "64", "--out", str(out)]
+    assert routing_benchmark(arguments) == 0
+    pair = min(((int(r["g1"]), int(r["g2"])) for r in csv.DictReader(out.open())), key=sum)
+    assert f"{pair[0]},{pair[1]}" in capsys.readouterr().out
+    kernels.outputs[pair] = 1.5
+    assert routing_benchmark(arguments) == 1
+    found = capsys.readouterr()
+    assert f"{pair}: the output is 0.5 off" in found.err and f" {pair[0]},{pair[1]} " not in found.out
+
+
+def test_the_routing_benchmark_stops_in_time_and_keeps_its_rows(
+    routing_benchmark: Callable[[list[str]], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(sys.modules["routing_benchmark"].time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(runtime, "eager_ms", lambda call: clock.__setitem__(0, clock[0] + 40) or 0.5)
+    out = tmp_path / "rows.csv"
+    arguments = [*TINY, "--layer", f"b={SHAPE}", "--routing", "uniform", "--tokens", "1,8,64", "--candidates", "1"]
+    assert routing_benchmark([*arguments, "--seconds", "60", "--out", str(out)]) == 0
+    assert [(r["layer"], r["tokens"]) for r in csv.DictReader(out.open())] == [("tiny", "1"), ("tiny", "8")]
+
+
+def test_candidates_are_the_chosen_tactics_and_the_best_of_both_predictions(routing_benchmark: object) -> None:
+    script = sys.modules["routing_benchmark"]
+    root = Path(__file__).resolve().parents[2]
+    source = script.Source.of(H200, "bf16", root / "models", root / "measurements")
+    shape, routing = MoEShape(2048, 768, 128, 8), Routing.zipf(1.2)
+    found = script.candidates(source, shape, 256, routing, 4)
+    for stage, tactics in found.items():
+        for made, role, ms in (
+            (choose(source.model, [shape], [256], timings=source.timings), tactics.uniform, tactics.uniform_ms),
+            (
+                choose(source.model, [shape], [256], timings=source.timings, routing=routing),
+                tactics.routed,
+                tactics.expected_ms,
+            ),
+        ):
+            (choice,) = [c for c in made if c.stage == stage]
+            # What the script expects of a tactic is what it was chosen by.
+            assert role == choice.tactic_id and ms[role] == pytest.approx(choice.ms, rel=0.02)
+            assert ms[role] <= min(ms.values()) * 1.0011
+        assert len(tactics.ids) == len(set(tactics.ids)) == 4
+
+
+def test_a_dry_run_needs_no_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    main = load_benchmark("routing", monkeypatch)
+    assert main(["--layer", "olmoe", "--routing", "hot:1", "--tokens", "64", "--dry-run"]) == 0
+    assert re.fullmatch(r"olmoe 64 hot:1: gemm1 \d+ -> \d+ .*; gemm2 \d+ -> \d+ .*\n", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--layer", "no-such-model", "--routing", "uniform"],
+        [*TINY, "--routing", "no-such-file"],
+        [*TINY, "--routing", "hot:3"],
+        [*TINY, "--routing", "uniform", "--tokens", "0"],
+        [*TINY, "--routing", "uniform", "--draws", "0"],
+        [*TINY, "--routing", "uniform", "--device", "NVIDIA B200"],
+        [*TINY, "--routing", "uniform", "--models", "no-such-folder"],
+    ],
+)
+def test_the_routing_benchmark_explains_wrong_arguments(
+    routing_benchmark: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    assert routing_benchmark(arguments) == 2
+    assert capsys.readouterr().err.startswith("routing.py: ")
 
 
 class FakeGraph:
