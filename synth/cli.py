@@ -293,6 +293,13 @@ def fit(device: str | None, quant: str | None, own_measurements: Path | None, ow
     help="Score the fitted models on this table (csv or csv.gz) of shapes that they have never seen.",
 )
 @click.option("--quick", is_flag=True, help="Without timings only: no sweeps are replayed.")
+@click.option(
+    "--seeds",
+    type=click.IntRange(1),
+    default=2,
+    show_default=True,
+    help="How often ways of choosing cells that have chance in them are tried.",
+)
 @click.option("--learning-curve", is_flag=True, help="Plot what timings are worth and how true probabilities are.")
 @click.option(
     "--plots",
@@ -310,6 +317,7 @@ def evaluate(
     by: str,
     against: Path | None,
     quick: bool,
+    seeds: int,
     learning_curve: bool,
     plots: Path,
     flashinfer: str,
@@ -339,7 +347,7 @@ def evaluate(
     else:
         for timings in _load_timings(own_measurements, get_device(device).name, quant, flashinfer):
             with progress(f"evaluating {timings.origin.quant}") as step:
-                results.append(held_out(timings, by, step, quick=quick))
+                results.append(held_out(timings, by, step, quick=quick, seeds=seeds))
     files = plot(results, plots) if learning_curve else []
     if as_json:
         click.echo(json.dumps(report(results), indent=1))

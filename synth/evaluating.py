@@ -53,7 +53,7 @@ from synth.performance.weak_spots import Kind, by_kind
 #: The quantization whose figures stand at the top of the JSON when there are several.
 _REFERENCE = "bf16"
 #: How often ways with chance in them are tried.
-SEEDS = 3
+SEEDS = 2
 #: Source of the passes that were swept before synth could collect; their shapes are also looked at alone …
 _FIRST_SWEEPS = "exhaustive sweep"
 #: … and there, as in the study before, at these numbers of timings of a new device.
