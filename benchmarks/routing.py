@@ -44,11 +44,11 @@ from layer import TOLERANCE, parse_layer, say
 from synth.catalog.devices import get_device
 from synth.catalog.shapes import Deployment, MoEShape
 from synth.catalog.tactics import DEFAULT_FLASHINFER, STAGES
-from synth.choosing import carried_over, choose, times_by_bucket
+from synth.choosing import carried_over, choose
 from synth.errors import SynthError
 from synth.flashinfer import runtime
 from synth.flashinfer.contract import map_to_bucket
-from synth.measurements import Timings, load
+from synth.measurements import Timings, load, times_by_bucket
 from synth.paths import find_model, shipped
 from synth.performance.model import Cells, PerformanceModel
 from synth.performance.routing import UNIFORM, Routing

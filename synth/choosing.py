@@ -19,15 +19,14 @@ from numpy.typing import NDArray
 from synth.catalog.shapes import MoEShape
 from synth.catalog.tactics import STAGES, Tactic, TacticTable
 from synth.errors import SynthError
-from synth.measurements import Timings
+from synth.measurements import Timings, times_by_bucket
 from synth.performance.calibration import calibrated_probability
 from synth.performance.geometry import Floats, Ints, least_by
 from synth.performance.model import SWEPT, Cells, PerformanceModel, Prediction
 from synth.performance.posterior import NEAR, Timed, candidates, prior_outlook, update
 from synth.performance.routing import UNIFORM, Routing
+from synth.performance.ties import pick, tie_order
 
-#: Tactics within this share of the best are ties: repeats of one timing differ by more (0.4 % in the median).
-TIE = 0.001
 #: Chance that the chosen tactic beats the fallback below which an entry is left out, as a standard normal quantile.
 _CONFIDENCE = 1.645
 #: Measured times that stand behind a measured choice differ by this much between repeats (logarithm).
@@ -97,35 +96,6 @@ class Choice:
     def margin(self) -> float:
         """How much slower the runner-up is, as a share; negative where a tie was broken by order."""
         return self.runner_up_ms / self.ms - 1.0
-
-
-def pick(group: Ints, ms: Floats, order: Ints, groups: int) -> Ints:
-    """Return the chosen row of each group: the first in `order` among those within ``TIE`` of the least `ms`.
-
-    Parameters
-    ----------
-    group : ndarray of int64, shape (rows,)
-        Group of each row, 0 to `groups` - 1; every group has a row.
-    ms : ndarray of float64, shape (rows,)
-    order : ndarray of int64, shape (rows,)
-        The fixed order that breaks ties.
-    """
-    tied = np.flatnonzero(ms <= least_by(group, ms, groups)[group] * (1.0 + TIE))
-    ranked = tied[np.lexsort((order[tied], group[tied]))]
-    first = np.concatenate([[True], group[ranked][1:] != group[ranked][:-1]])
-    return np.asarray(ranked[first])
-
-
-def tie_order(table: TacticTable) -> Ints:
-    """Return each tactic's place in the order that breaks ties, by what it is rather than by its id.
-
-    Smaller tiles first, then smaller clusters, unfused before fused: the cheaper kernel wins a tie.
-    """
-    tactics = [table.tactic(i) for i in range(len(table))]
-    ranked = sorted(range(len(tactics)), key=lambda i: tactics[i])
-    order = np.empty(len(tactics), dtype=np.int64)
-    order[ranked] = np.arange(len(tactics))
-    return order
 
 
 def choose(
@@ -457,12 +427,3 @@ def _measured(
         if tactic not in broken.get(place, ()):
             found.setdefault(place, {})[tactic] = _Repeated(ms, count)
     return found, broken
-
-
-def times_by_bucket(timings: Timings) -> dict[tuple[int, int, int], dict[int, float]]:
-    """Return the time in ms of each tactic by (shape index, stage, tokens); the last row of a cell counts."""
-    found: dict[tuple[int, int, int], dict[int, float]] = {}
-    columns = (timings.shape, timings.stage, timings.tokens, timings.tactic, timings.ms)
-    for shape, stage, tokens, tactic, ms in zip(*(c.tolist() for c in columns), strict=True):
-        found.setdefault((shape, stage, tokens), {})[tactic] = ms
-    return found

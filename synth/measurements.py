@@ -686,6 +686,15 @@ def import_table(
     return [append(part, root, problems) for part in parts]
 
 
+def times_by_bucket(timings: Timings) -> dict[tuple[int, int, int], dict[int, float]]:
+    """Return the time in ms of each tactic by (shape index, stage, tokens); the last row of a cell counts."""
+    found: dict[tuple[int, int, int], dict[int, float]] = {}
+    columns = (timings.shape, timings.stage, timings.tokens, timings.tactic, timings.ms)
+    for shape, stage, tokens, tactic, ms in zip(*(c.tolist() for c in columns), strict=True):
+        found.setdefault((shape, stage, tokens), {})[tactic] = ms
+    return found
+
+
 def digest(timings: Timings) -> str:
     """Return the SHA-256 of the timings: equal for equal content, whatever the order of rows and shapes."""
     hasher = hashlib.sha256()

@@ -7,19 +7,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from synth.catalog.devices import get_device
 from synth.catalog.shapes import MoEShape
-from synth.catalog.tactics import load_table, load_tables
-from synth.choosing import TIE, Choice, carried_over, choose, pick, tie_order
+from synth.catalog.tactics import load_table
+from synth.choosing import Choice, carried_over, choose
 from synth.emitting import analytical_source
 from synth.errors import SynthError
 from synth.measurements import Origin, Row, ShapeTimings, Timings, combine, load
 from synth.performance.model import Cells, PerformanceModel, Prediction
 from synth.performance.roofline import Hardware, tactic_columns
 from synth.performance.routing import Routing
+from synth.performance.ties import TIE
 
 SHIPPED = Path(__file__).parent.parent / "measurements"
 TABLE = load_table("sm90", "bf16")
@@ -86,40 +85,6 @@ def timings() -> Timings:
 def model(timings: Timings) -> PerformanceModel:
     few = timings.select(np.isin(timings.tokens, [1, 16, 128, 1024]))
     return PerformanceModel(choice_trees=6, time_trees=4).fit(few)
-
-
-# --- pick ------------------------------------------------------------------------------------------------------------
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.data())
-def test_the_first_in_order_among_ties_is_picked(data: st.DataObject) -> None:
-    groups = data.draw(st.integers(1, 4))
-    near = st.sampled_from([1.0, 1.0005, 1.0009, 1.0011, 1.5]) | st.floats(0.5, 4.0)
-    rows = [(g, data.draw(near)) for g in range(groups) for _ in range(data.draw(st.integers(1, 6)))]
-    data.draw(st.randoms(use_true_random=False)).shuffle(rows)
-    order = data.draw(st.permutations(range(len(rows))))
-    group, ms = np.array([g for g, _ in rows]), np.array([t for _, t in rows])
-    picked = pick(group, ms, np.array(order), groups)
-    assert group[picked].tolist() == list(range(groups))
-    for g, row in enumerate(picked.tolist()):
-        mine = np.flatnonzero(group == g)
-        tied = [i for i in mine.tolist() if ms[i] <= ms[mine].min() * (1 + TIE)]
-        assert row == min(tied, key=lambda i: order[i])
-
-
-@pytest.mark.parametrize("table", load_tables(), ids=lambda t: f"{t.arch}-{t.quant}")
-def test_ties_are_broken_by_what_a_tactic_is(table: object) -> None:
-    order = tie_order(table)  # type: ignore[arg-type]
-    tactics = [table.tactic(i) for i in range(len(table))]  # type: ignore[attr-defined,arg-type]
-    assert sorted(order.tolist()) == list(range(len(tactics)))
-    for i, j in zip(np.argsort(order)[:-1].tolist(), np.argsort(order)[1:].tolist(), strict=True):
-        assert tactics[i] <= tactics[j]
-    # An unfused tactic comes before the same one with the finalize step fused.
-    for i, tactic in enumerate(tactics):
-        if tactic.finalize:
-            plain = dataclasses.replace(tactic, finalize=False)
-            assert all(order[j] < order[i] for j in range(len(tactics)) if tactics[j] == plain)
 
 
 # --- which tactic ----------------------------------------------------------------------------------------------------

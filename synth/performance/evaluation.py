@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from synth.catalog.shapes import family_of
-from synth.choosing import pick, tie_order, times_by_bucket
 from synth.errors import SynthError
-from synth.measurements import Timings
+from synth.measurements import Timings, times_by_bucket
 from synth.performance.geometry import Floats, Ints, least_by
 from synth.performance.model import Cells, PerformanceModel, Prediction
+from synth.performance.ties import pick, tie_order
 
 T = TypeVar("T")
 

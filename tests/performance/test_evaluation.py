@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from synth.catalog.shapes import MoEShape, family_of
 from synth.catalog.tactics import load_table
-from synth.choosing import TIE
 from synth.errors import SynthError
 from synth.measurements import Origin, Row, ShapeTimings, Timings, combine
 from synth.performance import evaluation
@@ -24,6 +23,7 @@ from synth.performance.evaluation import (
     held_out_groups,
 )
 from synth.performance.model import Cells, PerformanceModel, Prediction
+from synth.performance.ties import TIE
 
 H200 = Origin.make("NVIDIA H200", "sm90", "bf16")
 TABLE = load_table("sm90", "bf16")
