@@ -590,3 +590,23 @@ def test_a_reader_that_leaves_early_is_not_an_error_message() -> None:
         shell=True, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert done.stdout.startswith("[") and "Traceback" not in done.stderr
+
+
+# --- collect ---------------------------------------------------------------------------------------------------------
+
+
+def test_collect_decides_by_rounds_unless_told_otherwise(run: Run, tmp_path: Path) -> None:
+    command = ("collect", "--simulate", "--model", "olmoe", "--quant", "bf16", "--buckets", "1,64,1024")
+    cells = []
+    for name, options in (("rounds", ()), ("plain", ("--no-rounds",))):
+        own = tmp_path / name
+        own.mkdir()
+        done = run(*command, "--fraction", "0.1", *options, "--measurements", own, "--json")
+        assert done.exit_code == 0, done.output
+        (part,) = load(own, "NVIDIA H200", "bf16", problems=[])
+        assert part.origin.simulated
+        cells.append(set(zip(part.stage.tolist(), part.tokens.tolist(), part.tactic.tolist(), strict=True)))
+    rounds, plain = cells
+    # Without rounds each bucket gets as many; with them, those whose choice is in doubt get more.
+    assert 0 < len(rounds) <= len(plain) == 3 * (5 + 9)
+    assert rounds != plain
