@@ -293,6 +293,8 @@ class Posterior:
         own, left_out, variance = _own(self.covariance[np.ix_(row, row)], noise, error)
         alone = (repeats == 1) & (left_out < -np.maximum(_TOO_FAST, _SURELY * np.sqrt(variance)))
         if alone.any():
+            # Timed, if not believed: it isn't asked for again.
+            self.timed[row[alone]] += 1
             row, repeats, noise, error = row[~alone], repeats[~alone], noise[~alone], error[~alone]
             if not len(row):
                 return
