@@ -21,7 +21,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,11 +32,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from synth.catalog.shapes import Deployment, MoEShape, find_model
 from synth.errors import SynthError
 from synth.flashinfer import runtime
+from synth.numbers import TOLERANCE
 
 COLUMNS = ("shape", "tokens", "label", "g1", "g2", "ms", "quant", "spread", "error")
-#: Largest difference from the fallback's output, over the largest output, that rounding explains. FP8 rounds
-#: between the two GEMMs, with 3 bits of mantissa.
-TOLERANCE = {"bf16": 0.02, "fp8": 0.05}
 FALLBACK, AUTOTUNED = "fallback", "autotuned"
 _GRAPH_MS = 2.0
 _MAX_CALLS = 20
@@ -149,16 +147,16 @@ def run_cell(
 
 
 @contextmanager
-def table_writer(path: Path | None) -> Iterator[Any]:
+def table_writer(path: Path | None, columns: Sequence[str] = COLUMNS) -> Iterator[Callable[[Any], None]]:
     """Yield a function that appends a row to the file at once, or does nothing without one."""
     if path is None:
         yield lambda _row: None
         return
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(COLUMNS)
+        writer.writerow(columns)
 
-        def write(row: Row) -> None:
+        def write(row: Any) -> None:
             writer.writerow(row.cells())
             file.flush()
 

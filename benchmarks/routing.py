@@ -22,7 +22,6 @@ Exit code 0: done; 1: an output is wrong, or too much failed; 2: usage.
 from __future__ import annotations
 
 import argparse
-import csv
 import itertools
 import math
 import statistics
@@ -39,7 +38,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from layer import TOLERANCE, parse_layer, say
+from layer import parse_layer, say, table_writer
 
 from synth.catalog.devices import get_device
 from synth.catalog.shapes import Deployment, MoEShape
@@ -49,6 +48,7 @@ from synth.errors import SynthError
 from synth.flashinfer import runtime
 from synth.flashinfer.contract import map_to_bucket
 from synth.measurements import Timings, load, times_by_bucket
+from synth.numbers import TOLERANCE
 from synth.paths import find_model, shipped
 from synth.performance.model import Cells, PerformanceModel
 from synth.performance.routing import UNIFORM, Routing
@@ -299,23 +299,6 @@ def plan_text(
         yield f"{name} {count} {routing}: {'; '.join(parts)}"
 
 
-@contextmanager
-def table_writer(path: Path | None) -> Iterator[Callable[[Row], None]]:
-    """Yield a function that appends a row to the file at once, or does nothing without one."""
-    if path is None:
-        yield lambda _row: None
-        return
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(COLUMNS)
-
-        def write(row: Row) -> None:
-            writer.writerow(row.cells())
-            file.flush()
-
-        yield write
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -354,7 +337,7 @@ def main(arguments: list[str] | None = None) -> int:
                 for line in plan_text(name, source, deployment.shape, tokens, routings, options):
                     print(line)
             return 0
-        with table_writer(options.out) as write:
+        with table_writer(options.out, COLUMNS) as write:
             for name, deployment in layers:
                 if time.monotonic() > deadline or len(errors) >= MAX_ERRORS:
                     break

@@ -2,8 +2,7 @@
 
 A choice is *measured* where its bucket was swept, *verified* where its tactic was timed in this bucket and is very
 likely near the best, else *predicted*, or *analytical* where the device has no timings at all. Timings are of uniform
-routing: for another one they are scaled by what the model says of the
-difference, and nothing is measured.
+routing: for another one they are scaled by what the model says of the difference, and nothing is measured.
 """
 
 from __future__ import annotations

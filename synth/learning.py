@@ -25,7 +25,7 @@ from synth.collecting.simulated import SimulatedRunner
 from synth.measurements import Timings
 from synth.performance.evaluation import Evaluation, Judge, assembled, held_out_groups, held_out_model, hold_out
 from synth.performance.geometry import Floats, Ints, least_by
-from synth.performance.model import SWEPT, Cells, PerformanceModel, Prediction
+from synth.performance.model import Cells, PerformanceModel, Prediction, swept_buckets
 from synth.performance.posterior import NEAR, Posterior, Timed, noise_sd, update
 from synth.performance.roofline import NEUTRAL, Roofline
 from synth.planning import Layer, timing_seconds
@@ -210,8 +210,7 @@ def workers() -> Iterator[Executor]:
 def swept_shapes(timings: Timings) -> Ints:
     """Return the shapes whose sweep can be replayed: nearly every tactic was timed in each of their buckets."""
     keys, bucket = timings.averaged().buckets()
-    tactics = np.array([len(timings.table.ids(stage)) for stage in STAGES])[keys[:, 1] - 1]
-    partly = keys[np.bincount(bucket, minlength=len(keys)) < SWEPT * tactics, 0]
+    partly = keys[~swept_buckets(timings.table, keys, bucket), 0]
     return np.setdiff1d(keys[:, 0], partly)
 
 

@@ -8,7 +8,6 @@ counts against the pair, not against the command.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import math
 import multiprocessing
 import os
@@ -22,7 +21,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from synth.collecting.pools import visible_name
-from synth.collecting.runner import OutOfMemory
+from synth.collecting.runner import OutOfMemory, make_by_name
 from synth.errors import SynthError
 
 #: Tactics of gemm1 and gemm2; -1 is FlashInfer's fallback.
@@ -75,8 +74,7 @@ class ComparatorSpec:
 
     def make(self) -> Comparator:
         """Return a new comparator."""
-        module, _, name = self.factory.partition(":")
-        comparator: Comparator = getattr(importlib.import_module(module), name)(**self.options)
+        comparator: Comparator = make_by_name(self.factory, self.options)
         return comparator
 
 

@@ -68,6 +68,12 @@ class Runner(Protocol):
         """Give the memory back."""
 
 
+def make_by_name(factory: str, options: Mapping[str, Any]) -> Any:
+    """Call ``"module:name"``, importing the module only now."""
+    module, _, name = factory.partition(":")
+    return getattr(importlib.import_module(module), name)(**options)
+
+
 @dataclass(frozen=True)
 class RunnerSpec:
     """How to make a runner in another process: by name, so that only there its packages are imported.
@@ -88,8 +94,7 @@ class RunnerSpec:
 
     def make(self) -> Runner:
         """Return a new runner."""
-        module, _, name = self.factory.partition(":")
-        runner: Runner = getattr(importlib.import_module(module), name)(**self.options)
+        runner: Runner = make_by_name(self.factory, self.options)
         return runner
 
 

@@ -214,7 +214,7 @@ class PerformanceModel:
         self.held_out_ = {}
         self.calibration_ = {}
         keys, bucket = table.buckets()
-        swept = self._swept(keys, bucket)
+        swept = swept_buckets(self._table, keys, bucket)
         if swept.sum() < _LEAST_SWEPT:
             return self._fit_sample(Cells.of(table), table.ms, Roofline())
         swept_row = swept[bucket]
@@ -277,11 +277,6 @@ class PerformanceModel:
         self.choice_ = None
         self.time_ = Forest.of(forest.fit(x, np.log(ms / analytic)).estimators_)
         return self
-
-    def _swept(self, keys: Ints, bucket: Ints) -> NDArray[np.bool_]:
-        """Return which buckets were swept."""
-        tactics = np.array([len(self._table.ids(stage)) for stage in STAGES])[keys[:, 1] - 1]
-        return np.asarray(np.bincount(bucket, minlength=len(keys)) >= SWEPT * tactics)
 
     def _best_analytic(self, cells: Cells) -> Floats:
         """Return the least analytic time of all tactics at each cell's site, shape (cells,)."""
@@ -346,14 +341,10 @@ class PerformanceModel:
         """
         if not len(cells):
             return Prediction(np.zeros(0), np.zeros(0), np.zeros(0))
-        site, row = cells.sites()
-        w = self._work(site, row, cells)
-        analytic = self._analytic(w, cells)
         if self.time_ is None:
             sd = np.full(len(cells), _ANALYTIC_SD)
-            return Prediction(analytic, sd, sd / 2.0)
-        relative = analytic / least_by(row, analytic, len(site))[row]
-        x = _features(site, row, cells.tactic, w, relative, self._columns, self._hardware)
+            return Prediction(self.predict_analytic(cells), sd, sd / 2.0)
+        row, analytic, relative, x = self._inputs(cells)
         log_ms, sd = self.time_.predict(x)
         log_ms += np.log(analytic)
         log_sd = self.spread_ * np.hypot(sd, _LEAST_SD)
@@ -362,8 +353,9 @@ class PerformanceModel:
         correction, choice_sd = self.choice_.predict(x)
         relative = _expected(relative) + correction
         # Anchor: the chosen tactic has its absolute time; close ones follow the choice forest, far ones their own.
-        least = least_by(row, relative, len(site))
-        anchor = least_by(row, np.where(relative == least[row], log_ms, np.inf), len(site))
+        count = int(row.max()) + 1
+        least = least_by(row, relative, count)
+        anchor = least_by(row, np.where(relative == least[row], log_ms, np.inf), count)
         behind = relative - least[row]
         log_ms = anchor[row] + np.where(behind < _CLOSE, behind, np.maximum(log_ms - anchor[row], _CLOSE))
         return Prediction(np.exp(log_ms), log_sd, choice_sd)
@@ -371,12 +363,16 @@ class PerformanceModel:
     def draws(self, cells: Cells) -> Floats:
         """Return what each tree of the time forest says of log ms, shape (trees, cells); as :meth:`predict`."""
         assert self.time_ is not None
+        _, analytic, _, x = self._inputs(cells)
+        return self.time_.each(x) + np.log(analytic)
+
+    def _inputs(self, cells: Cells) -> tuple[Ints, Floats, Floats, NDArray[np.float32]]:
+        """Return each cell's site, its analytic time, that over the best of its site's cells, and the features."""
         site, row = cells.sites()
         w = self._work(site, row, cells)
         analytic = self._analytic(w, cells)
         relative = analytic / least_by(row, analytic, len(site))[row]
-        x = _features(site, row, cells.tactic, w, relative, self._columns, self._hardware)
-        return self.time_.each(x) + np.log(analytic)
+        return row, analytic, relative, _features(site, row, cells.tactic, w, relative, self._columns, self._hardware)
 
     def knows(self, shape: MoEShape) -> bool:
         """Return whether timings of `shape` were fitted."""
@@ -611,6 +607,12 @@ def _features(
         else:
             x[:, i] = per_tactic[name].astype(np.float32)[tactic]
     return x
+
+
+def swept_buckets(table: TacticTable, keys: Ints, bucket: Ints) -> NDArray[np.bool_]:
+    """Return which of the buckets of :meth:`synth.measurements.Timings.buckets` were swept, shape (buckets,)."""
+    tactics = np.array([len(table.ids(stage)) for stage in STAGES])[keys[:, 1] - 1]
+    return np.asarray(np.bincount(bucket, minlength=len(keys)) >= SWEPT * tactics)
 
 
 def _relative(table: Timings) -> Floats:
