@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from synth.catalog.legality import illegal_ids, smem_block_bytes
 from synth.catalog.shapes import MoEShape
 from synth.catalog.tactics import STAGES, Tactic, TacticTable
 from synth.errors import SynthError
@@ -28,6 +29,10 @@ from synth.performance.ties import pick, tie_order
 
 #: Chance that the chosen tactic beats the fallback below which an entry is left out, as a standard normal quantile.
 _CONFIDENCE = 1.645
+#: An analytical choice is written where it is predicted to be faster than the fallback by this share. Carried over from
+#: one quantization of the H200 to another, choices foreseen to gain as much over a fixed tactic did so in 99.6 % of
+#: 2,100 buckets and more (`synth evaluate --transfer`).
+SURE_GAIN = 0.10
 #: Measured times that stand behind a measured choice differ by this much between repeats (logarithm).
 _REPEAT_SD = 0.01
 #: Tactics whose analytic time is more than this many times the bucket's best are not looked at further.
@@ -148,11 +153,14 @@ def choose(
     unfused = every & np.array([not table.tactic(i).finalize for i in range(len(table))])
     counts = sorted(set(buckets))
     asked = [counts.index(b) for b in buckets]
+    smem = smem_block_bytes(model.origin_.device, table.arch)
     choices: list[Choice] = []
     for start in range(0, len(shapes), _SHAPES_AT_ONCE):
         batch = shapes[start : start + _SHAPES_AT_ONCE]
         places, cells, site = _grid(table, batch, counts, routing)
-        broken = _among(cells, site, places, failed)
+        illegal = {(shape, stage): illegal_ids(table, stage, shape, smem) for shape in batch for stage in STAGES}
+        never = {place: illegal[place[:2]] | failed.get(place, set()) for place in places}
+        broken = _among(cells, site, places, never)
         keep = _plausible(model, cells, site) | _among(cells, site, places, measured)
         every_site, every_tactic = site[~broken], cells.tactic[~broken]
         cells, site, broken = cells.select(keep), site[keep], broken[keep]
@@ -162,7 +170,7 @@ def choose(
             allowed = (every if fused else unfused)[cells.tactic]
             good = allowed & ~broken
             total = np.bincount(every_site[(every if fused else unfused)[every_tactic]], minlength=len(places))
-            # Where nothing but failed tactics is left there is no entry to write.
+            # Where nothing but tactics that failed or can't run is left there is no entry to write.
             hopeless = ~np.isin(np.arange(len(places)), site[good])
             rows = np.flatnonzero(good | (allowed & hopeless[site]))
             bound = _Bound(table, order, places, total, cells.select(rows), site[rows], _pick_rows(prediction, rows))
@@ -242,7 +250,7 @@ def _choose_all(
         model.columns,
     )
     within = _calibrated(model, outlook.within)
-    source = "analytical" if model.time_ is None else "predicted"
+    source = "analytical" if model.analytical else "predicted"
     choices: list[Choice] = []
     timed = [measured.get(place, {}) for place in bound.places]
     for first, last in _stages(bound.places):
@@ -341,7 +349,8 @@ def _choice(bound: _Bound, place: int, fused: bool, options: _At, source: str, r
         f = int(fallback[0])
         fallback_ms = float(ms[f])
         gain = math.log(fallback_ms / ms[best])
-        beats = f != best and gain > _CONFIDENCE * math.hypot(options.log_sd[f], options.log_sd[best])
+        doubt = _CONFIDENCE * math.hypot(options.log_sd[f], options.log_sd[best])
+        beats = f != best and gain > (math.log1p(SURE_GAIN) if source == "analytical" else doubt)
     return Choice(
         shape=shape,
         stage=stage,

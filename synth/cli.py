@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
+import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from synth import __version__
 from synth.catalog.shapes import ACTIVATIONS
@@ -21,12 +23,11 @@ if TYPE_CHECKING:
     from synth.catalog.shapes import Deployment, Model
     from synth.emitting import Emission, Source
     from synth.measurements import Timings
+    from synth.performance.model import PerformanceModel
     from synth.performance.routing import Routing
+    from synth.planning import Layer
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-# Where an entry comes from, the surest first.
-_SOURCES = ("measured", "verified", "predicted", "analytical")
 
 
 class _Group(click.Group):
@@ -292,6 +293,12 @@ def fit(device: str | None, quant: str | None, own_measurements: Path | None, ow
     type=click.Path(path_type=Path),
     help="Score the fitted models on this table (csv or csv.gz) of shapes that they have never seen.",
 )
+@click.option(
+    "--evidence",
+    type=click.Path(path_type=Path),
+    help="Judge the analytical models by a folder of public measurements that they have not seen.",
+)
+@click.option("--transfer", is_flag=True, help="What one quantization's model says of the other's kernels.")
 @click.option("--quick", is_flag=True, help="Without timings only: no sweeps are replayed.")
 @click.option(
     "--seeds",
@@ -316,6 +323,8 @@ def evaluate(
     quant: str | None,
     by: str,
     against: Path | None,
+    evidence: Path | None,
+    transfer: bool,
     quick: bool,
     seeds: int,
     learning_curve: bool,
@@ -331,6 +340,11 @@ def evaluate(
     from synth.evaluating import against_table, held_out, plot, report
     from synth.paths import readable
 
+    if (against is not None) + (evidence is not None) + transfer > 1:
+        raise SynthError("give one of --against, --evidence and --transfer")
+    if evidence is not None or transfer:
+        _evaluate_analytical(evidence, device, flashinfer, as_json, own_measurements)
+        return
     if learning_curve and (quick or against is not None):
         raise SynthError("--learning-curve needs the sweeps replayed; leave out --quick and --against")
     if learning_curve:
@@ -365,9 +379,47 @@ def evaluate(
         click.echo(f"-> {file}")
 
 
+def _evaluate_analytical(
+    evidence: Path | None, device: str, flashinfer: str, as_json: bool, own_measurements: Path | None
+) -> None:
+    """Print how good analytical models are: by public measurements, or carried over between quantizations."""
+    import dataclasses
+
+    from synth.catalog.devices import get_device
+    from synth.console import evidence_tables, progress, transfer_tables
+
+    if evidence is not None:
+        from synth.evidence import evaluate as judge
+
+        with progress("fitting halves") as report:
+            found = judge(evidence, report)
+        if as_json:
+            click.echo(json.dumps(dataclasses.asdict(found), indent=1))
+        else:
+            evidence_tables(found)
+        return
+    from synth.transferring import transfers
+
+    tables = _load_timings(own_measurements, get_device(device).name, None, flashinfer)
+    if len(tables) < 2:
+        raise SynthError(f"--transfer needs timings of two quantizations, and {device} has those of {len(tables)}")
+    with progress("carrying over") as report:
+        scores = transfers(tables, report)
+    if as_json:
+        click.echo(json.dumps([dataclasses.asdict(s) for s in scores], indent=1))
+    else:
+        transfer_tables(scores)
+
+
 @main.command()
 @click.option("--device", required=True, help='GPU: "NVIDIA H200"; "RTX PRO 6000" means every edition.')
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Config file.  [default: synth-DEVICE.json]")
+@click.option(
+    "-o",
+    "--output",
+    # Text and not a path, which would lose a slash at the end.
+    type=click.Path(),
+    help="Config file; for several devices a folder, where each gets its own.  [default: synth-DEVICE.json]",
+)
 @click.option("--format", "file_format", type=click.Choice(["json", "bundled"]), default="json", show_default=True)
 @click.option(
     "--engine", type=click.Choice(["vllm", "sglang", "both"]), default="both", show_default=True, help="Whose keys."
@@ -378,20 +430,20 @@ def evaluate(
     multiple=True,
     help="Maximum token count of a server; may be repeated.  [default: 512, 1024 … 32768]",
 )
-@click.option("--measured", is_flag=True, help="Refuse a device without timings instead of estimating.")
+@click.option("--measured", is_flag=True, help="Only entries with timings behind them; exit 1 where there are none.")
 @click.option(
     "--routing",
     default="uniform",
     show_default=True,
-    help="How tokens spread over the experts: zipf:1.2, hot:1 (one expert gets every token), or a file of tokens per "
-    "expert.",
+    help="How tokens spread over the experts: balanced, zipf:1.2, hot:1 (one expert gets every token), or a file of "
+    "tokens per expert.",
 )
 @_flashinfer_option
 @layer_options
 @_folders
 def emit(
     device: str,
-    output: Path | None,
+    output: str | None,
     file_format: str,
     engine: str,
     max_tokens: tuple[int, ...],
@@ -404,31 +456,70 @@ def emit(
 ) -> None:
     """Choose a tactic for every shape, stage and bucket, and write the config that FlashInfer loads."""
     from synth.catalog.devices import find_devices
+    from synth.emitting import output_paths, write
     from synth.performance.routing import Routing
 
     spread = Routing.parse(routing)
     found = find_devices(device)
-    outputs = [_output_path(d, output, file_format, len(found)) for d in found]
-    emissions = [
-        _emit_one(d, file_format, engine, max_tokens, measured, spread, flashinfer, own_measurements, own_models, layer)
-        for d in found
-    ]
-    from synth.emitting import sidecar_path
-    from synth.files import write_atomically
-
-    for emission, path in zip(emissions, outputs, strict=True):
-        write_atomically(sidecar_path(path), emission.sidecar)
-        write_atomically(path, emission.config)
+    paths = output_paths(found, output, file_format)
+    done: list[tuple[Emission, Path]] = []
+    skipped: list[_Skipped] = []
+    for one, path in zip(found, paths, strict=True):
+        try:
+            emission, without = _emit_one(
+                one, file_format, engine, max_tokens, measured, spread, flashinfer, own_measurements, own_models, layer
+            )
+        except _SkippedError as e:
+            skipped += e.skipped
+        else:
+            done.append((emission, path))
+            skipped += without
+    # What is measured goes where this command looks for it.
+    given = click.get_current_context().get_parameter_source("own_measurements") is ParameterSource.COMMANDLINE
+    collect_options = {**layer, "measurements": own_measurements if given else None}
+    if not done:
+        _nothing_written(skipped, measured, _collect_command(collect_options))
+    write([emission for emission, _ in done], [path for _, path in done])
+    for emission, path in done:
         _print_emission(emission, path)
+    for reason, group in _by_reason(skipped).items():
+        click.echo(f"skipped: {_named(group)}: {reason}; {sum(s.deployments for s in group)} deployments", err=True)
+    _warn_of_analytical([emission for emission, _ in done], collect_options)
     if not spread.is_uniform:
         click.echo(
             f"WARNING: --routing {spread}: no entry is measured, since all timings were taken under uniform routing; "
             "each is an estimate for this routing, and a server that routes otherwise should not use the file.",
             err=True,
         )
+    if len(done) > 1:
+        entries, left_out = (sum(getattr(e, what) for e, _ in done) for what in ("entries", "left_out"))
+        click.echo(f"{len(done)} configs: {entries} entries in all, {left_out} left out")
     if file_format == "bundled":
         click.echo("copy it into flashinfer/tuning_configs/ and set FLASHINFER_AUTOTUNER_LOAD_FROM_FILE=1")
-    click.echo(f"next: synth replay {outputs[0]}")
+    click.echo(f"next: synth replay {done[0][1]}")
+
+
+#: Why a quantization of a device has no model at all: without these a fitted one can't be made either.
+_NOT_PUBLIC = "its SMs, L2, memory bandwidth or peak aren't public"
+
+
+@dataclass(frozen=True)
+class _Skipped:
+    """Quantizations of a device that nothing is written for, with so many deployments, and why."""
+
+    device: Device
+    quants: tuple[str, ...]
+    deployments: int
+    reason: str
+    can_be_timed: bool = False
+
+
+class _SkippedError(SynthError):
+    """All quantizations of a device are skipped."""
+
+    def __init__(self, skipped: list[_Skipped]) -> None:
+        super().__init__(skipped[0].reason)
+        self.skipped = skipped
 
 
 def _emit_one(
@@ -442,30 +533,58 @@ def _emit_one(
     own_measurements: Path | None,
     own_models: Path | None,
     layer: dict[str, Any],
-) -> Emission:
+) -> tuple[Emission, list[_Skipped]]:
+    """Return a device's config, and the quantizations that are skipped in it since nothing is known to choose by.
+
+    Raises
+    ------
+    _SkippedError
+        When nothing is left to write.
+    """
     from synth.catalog.tactics import load_tables
     from synth.console import progress
+    from synth.emitting import NothingToWriteError
     from synth.emitting import emit as emit_config
     from synth.flashinfer.contract import ENGINES, SERVER_MAX_TOKENS
 
     quants = [t.quant for t in load_tables(flashinfer) if t.arch == device.tactics_arch]
     if not quants:
-        raise SynthError(f"{device.name}: no tactics known for {device.arch} in FlashInfer {flashinfer}")
+        raise _SkippedError([_Skipped(device, (), 0, f"no tactics known for {device.arch} in FlashInfer {flashinfer}")])
     deployments = wanted_layers(quants, **layer)
-    needed = list(dict.fromkeys(d.quant for d in deployments))
-    sources = {q: _source(device, q, flashinfer, measured, own_measurements, own_models) for q in needed}
-    with progress(f"choosing for {device.name}") as report:
-        return emit_config(
-            device,
-            deployments,
-            sources,
-            engines=ENGINES if engine == "both" else (engine,),
-            max_tokens=max_tokens or SERVER_MAX_TOKENS,
-            flashinfer=flashinfer,
-            file_format=file_format,
-            routing=routing,
-            progress=report,
-        )
+    sources: dict[str, Source] = {}
+    skipped: list[_Skipped] = []
+    for quant in dict.fromkeys(d.quant for d in deployments):
+        found = _source(device, quant, flashinfer, measured, own_measurements, own_models)
+        if isinstance(found, str):
+            count = sum(d.quant == quant for d in deployments)
+            skipped.append(_Skipped(device, (quant,), count, found, can_be_timed=found != _NOT_PUBLIC))
+        else:
+            sources[quant] = found
+    if not sources:
+        raise _SkippedError(skipped)
+    try:
+        with progress(f"choosing for {device.name}") as report:
+            emission = emit_config(
+                device,
+                [d for d in deployments if d.quant in sources],
+                sources,
+                engines=ENGINES if engine == "both" else (engine,),
+                max_tokens=max_tokens or SERVER_MAX_TOKENS,
+                flashinfer=flashinfer,
+                file_format=file_format,
+                routing=routing,
+                measured=measured,
+                progress=report,
+            )
+    except NothingToWriteError as e:
+        left_out = sum(t.left_out for t in e.tallies)
+        why = "without timings, or not sure to beat the fallback" if measured else "not sure to beat the fallback"
+        reason = f"all {left_out} entries are left out: {why}"
+        quants = [t.quant for t in e.tallies]
+        count = sum(t.deployments for t in e.tallies)
+        skipped.append(_Skipped(device, tuple(quants), count, reason, can_be_timed=True))
+        raise _SkippedError(skipped) from e
+    return emission, skipped
 
 
 def _source(
@@ -475,75 +594,148 @@ def _source(
     measured: bool,
     own_measurements: Path | None,
     own_models: Path | None,
-) -> Source:
-    from dataclasses import replace
-
+) -> Source | str:
+    """Return what to choose by: the fitted model or else the analytic one, and timings; or why there is nothing."""
+    from synth.console import problems
     from synth.denied import load as load_denied
     from synth.emitting import Source, analytical_source
     from synth.measurements import load
     from synth.paths import find_model, readable
     from synth.performance.model import PerformanceModel
 
-    path = find_model(readable("models", own_models), device.name, quant, flashinfer)
-    if path is None:
-        if measured:
-            raise SynthError(
-                f"{device.name} {quant}: no model for FlashInfer {flashinfer}; time some kernels with `synth collect` "
-                "and run `synth fit`, or leave out --measured"
-            )
-        source = analytical_source(device, quant, flashinfer)
-        return replace(source, denied=load_denied(readable("measurements", own_measurements), source.model.origin_))
-    model = PerformanceModel.load(path, device=device.name, quant=quant, flashinfer=flashinfer)
+    folders = readable("measurements", own_measurements)
     found: list[Any] = []
-    tables = load(readable("measurements", own_measurements), device.name, quant, flashinfer, problems=found)
-    from synth.console import problems
-
+    tables = load(folders, device.name, quant, flashinfer, problems=found)
     problems(found)
-    timings = next((t for t in tables if t.origin == model.origin_), None)
-    denied = load_denied(readable("measurements", own_measurements), model.origin_)
-    return Source(model, timings, f"model fitted on {len(model.shapes_)} shapes", denied)
-
-
-def _output_path(device: Device, output: Path | None, file_format: str, devices: int) -> Path:
-    if file_format == "bundled":
-        from synth.flashinfer.formats import BUNDLED_PREFIX
-
-        path = output or Path(f"{BUNDLED_PREFIX}{device.name.replace(' ', '_')}.py")
+    path = find_model(readable("models", own_models), device.name, quant, flashinfer)
+    if path is not None:
+        model = PerformanceModel.load(path, device=device.name, quant=quant, flashinfer=flashinfer)
+        name = f"model fitted on {len(model.shapes_)} shapes"
     else:
-        path = output or Path(f"synth-{device.slug}.json")
-    if output is not None and devices > 1:
-        path = output.with_name(f"{output.stem}-{device.slug}{output.suffix}")
-    if os.path.isdir(path):
-        raise SynthError(f"{path}: a folder; name a file with -o")
-    return path
+        try:
+            analytical = analytical_source(device, quant, flashinfer)
+        except SynthError:
+            # There are tactics, or nobody would have asked.
+            return _NOT_PUBLIC
+        model, name = analytical.model, analytical.name
+        if measured and all(t.origin != model.origin_ for t in tables):
+            return f"no timings for FlashInfer {flashinfer}"
+    timings = next((t for t in tables if t.origin == model.origin_), None)
+    if path is None and timings is not None:
+        model, name = PerformanceModel(start=model).fit(timings), f"{name}, and {len(timings)} timings"
+        click.echo(
+            f"note: {device.name} {quant}: {len(timings)} timings, fitted for this config; `synth fit` keeps the model "
+            "and says how good it is",
+            err=True,
+        )
+    return Source(model, timings, name, load_denied(folders, model.origin_))
+
+
+#: Options that the command to collect takes over from the one to emit, in the order in which they are printed.
+_COLLECT_OPTIONS = (
+    *("model", "config", "name", "hidden", "inter", "experts", "top-k", "activation"),
+    *("tp", "ep", "quant", "measurements"),
+)
+
+
+def _collect_command(layer: Mapping[str, Any], quants: Iterable[str] = ()) -> str:
+    """Return the command that times the layers that were asked for, on such a GPU.
+
+    Parameters
+    ----------
+    layer : mapping
+        The layer options, by parameter.
+    quants : iterable of str
+        What to time where no quantization was asked for, if it is a single one; else all of the layers'.
+    """
+    only = tuple(quants)
+    if layer.get("quant") is None and len(only) == 1:
+        layer = {**layer, "quant": only[0]}
+    words = ["synth", "collect"]
+    if any(layer.get(name) for name in ("model_names", "config_file", "hidden")):
+        words.append("--device-plan")
+    for option in _COLLECT_OPTIONS:
+        value = layer.get({"model": "model_names", "config": "config_file"}.get(option, option.replace("-", "_")))
+        for one in value if isinstance(value, tuple) else () if value is None else (value,):
+            words += [f"--{option}", str(one)]
+    return shlex.join(words)
+
+
+def _nothing_written(skipped: Sequence[_Skipped], measured: bool, command: str) -> NoReturn:
+    """End the command: 1 where what was asked for isn't measured, 2 where nothing can be said of it."""
+    reasons = "; ".join(f"{_named(group)}: {reason}" for reason, group in _by_reason(skipped).items())
+    if not any(s.can_be_timed for s in skipped):
+        raise SynthError(f"nothing to write: {reasons}; `synth devices` lists what is known of each device")
+    hint = f"to time some, on such a GPU: {command}"
+    if measured:
+        click.echo(f"error: --measured: nothing is written: {reasons}; {hint}", err=True)
+        sys.exit(1)
+    raise SynthError(f"nothing to write: {reasons}; {hint}")
+
+
+def _by_reason(skipped: Sequence[_Skipped]) -> dict[str, list[_Skipped]]:
+    groups: dict[str, list[_Skipped]] = {}
+    for one in skipped:
+        groups.setdefault(one.reason, []).append(one)
+    return groups
+
+
+def _named(group: Sequence[_Skipped]) -> str:
+    """Return the devices of a group with their quantizations, each once: "A (bf16, fp8), B"."""
+    quants: dict[str, list[str]] = {}
+    for one in group:
+        quants.setdefault(one.device.name, []).extend(one.quants)
+    return ", ".join(f"{name} ({', '.join(qs)})" if qs else name for name, qs in quants.items())
+
+
+def _warn_of_analytical(emissions: Sequence[Emission], layer: Mapping[str, Any]) -> None:
+    """Say in one line what is analytical in these configs, how sure that is, and what would measure it."""
+    told = [(e.device.name, t, n) for e in emissions for t in e.tallies for n in [t.entries.get("analytical", 0)] if n]
+    if not told:
+        return
+    entries = sum(n for _, _, n in told)
+    left_out = sum(t.abstained.get("analytical", 0) for _, t, _ in told)
+    regret = sum(t.regret["analytical"] * n for _, t, n in told) / entries
+    within = sum(t.within["analytical"] * n for _, t, n in told) / entries
+    quants: dict[str, list[str]] = {}
+    for name, tally, _ in told:
+        quants.setdefault(name, []).append(tally.quant)
+    # Devices with the same quantizations are listed together.
+    alike: dict[str, list[str]] = {}
+    for name, some in quants.items():
+        alike.setdefault(", ".join(some), []).append(name)
+    devices = "; ".join(f"{', '.join(names)} ({some})" for some, names in alike.items())
+    command = _collect_command(layer, dict.fromkeys(t.quant for _, t, _ in told))
+    click.echo(
+        f"WARNING: {entries} entries are ANALYTICAL: computed from public numbers of the GPU, never measured on one. "
+        f"Devices: {devices}. How sure: {left_out / (left_out + entries):.0%} of all entries are left out, as not sure "
+        f"to beat the fallback; those that are written are expected to be {regret:.1%} slower than the best, and to be "
+        f"within 2 % of it with a probability of {within:.0%}, as the analytic model states it, "
+        f"unchecked. To measure, on such a GPU: {command}",
+        err=True,
+    )
 
 
 def _print_emission(emission: Emission, path: Path) -> None:
     from synth.console import table
-    from synth.emitting import sidecar_path
+    from synth.emitting import SOURCES, sidecar_path
 
     table(
         f"{emission.device.name}: {path}",
-        ["quant", "deployments", "shapes", *_SOURCES, "left out", "faster than fallback"],
+        ["quant", "deployments", "shapes", *SOURCES, "left out", "faster than fallback"],
         [
             [
                 t.quant,
                 t.deployments,
                 t.shapes,
-                *(t.entries.get(s, 0) for s in _SOURCES),
+                *(t.entries.get(s, 0) for s in SOURCES),
                 t.left_out,
-                f"{t.gain:.2f}x",
+                f"{t.gain:.2f}x" if t.entries else "",
             ]
             for t in emission.tallies
         ],
     )
-    if emission.analytical:
-        click.echo(
-            f"WARNING: {emission.device.name} has no timings: analytical entries are estimates that nobody has "
-            "measured. Time some with `synth collect` on this GPU.",
-            err=True,
-        )
-    click.echo(f"{emission.entries} entries; where each comes from: {sidecar_path(path)}")
+    click.echo(f"{emission.entries} entries, {emission.left_out} left out; where each comes from: {sidecar_path(path)}")
 
 
 @main.command()
@@ -607,6 +799,12 @@ def check(file: Path, flashinfer: str, device: str | None, as_json: bool) -> Non
 @click.option("--fraction", type=click.FloatRange(0, 1, min_open=True), help="Share of the sweep.  [default: 0.05]")
 @click.option("--full", is_flag=True, help="Every tactic of every bucket.")
 @click.option(
+    "--device-plan",
+    is_flag=True,
+    help="The first minute on a GPU without timings: settle the layers that are named, then time a few that are far "
+    "from them, for all other models.  [--budget: 60]",
+)
+@click.option(
     "--no-rounds",
     is_flag=True,
     help="Time the tactics predicted fastest in each bucket; otherwise what to time is decided round by round, from "
@@ -631,6 +829,7 @@ def collect(
     budget: float | None,
     fraction: float | None,
     full: bool,
+    device_plan: bool,
     no_rounds: bool,
     buckets: str | None,
     max_tokens: int,
@@ -664,6 +863,10 @@ def collect(
 
     if full + (budget is not None) + (fraction is not None) > 1:
         raise SynthError("give one of --budget, --fraction and --full")
+    if device_plan and (full or fraction is not None or no_rounds or len(passes) > 1):
+        raise SynthError("--device-plan decides by rounds within --budget; leave out --full, --fraction, --no-rounds")
+    if device_plan and not (layer["model_names"] or layer["config_file"] or layer["hidden"]):
+        raise SynthError("--device-plan settles the layers that are named; name some, such as --model glm-5 --tp 8")
     found = _device_here(device, simulate or (dry_run and device is not None))
     tables = {t.quant: t for t in load_tables(flashinfer) if t.arch == found.tactics_arch}
     layers = [Layer.of(d) for d in wanted_layers(list(tables), **layer)]
@@ -672,6 +875,11 @@ def collect(
         for q in dict.fromkeys(one.quant for one in layers)
         if (path := find_model(readable("models", own_models), found.name, q, flashinfer))
     }
+    starts = _starts(found, [one.quant for one in layers if one.quant not in trained], flashinfer)
+    turns: list[list[int]] = []
+    if device_plan:
+        budget = budget or _FIRST_MINUTE_S
+        layers, turns = _with_anchors(layers, starts, max_tokens)
     plan = make_plan(
         layers,
         found.name,
@@ -682,7 +890,7 @@ def collect(
         max_tokens=max_tokens,
         passes=passes or (1,),
         budget_s=budget,
-        predict=predictor(trained),
+        predict=predictor({**starts, **trained}),
     )
     root = own_measurements or user_folder("measurements")
     if simulate:
@@ -702,11 +910,13 @@ def collect(
     if not as_json:
         plan_summary(planned)
     strategy = None
-    if not full and not no_rounds and len(plan.passes) == 1:
+    # Rounds need something to begin with, and too little may be public of the device.
+    guided = all(one.quant in trained or one.quant in starts for one in plan.layers)
+    if guided and not full and not no_rounds and len(plan.passes) == 1:
         there = own_measurements if own_measurements and own_measurements.is_dir() else None
         # What a simulation replays must not be known to it.
         earlier = [] if simulate else load(readable("measurements", there), found.name, None, flashinfer, problems=[])
-        strategy = decide_by_rounds(plan, trained, earlier, at_once=len(cards))
+        strategy = decide_by_rounds(plan, trained, earlier, starts=starts, turns=turns, at_once=len(cards))
     with RichReporter() as reporter:
         done = run(
             plan,
@@ -730,6 +940,42 @@ def collect(
         sys.exit(130)
     if not as_json:
         click.echo(f"next: synth fit --measurements {root}" if simulate or own_measurements else "next: synth fit")
+
+
+#: Seconds of measuring of a device plan.
+_FIRST_MINUTE_S = 60.0
+
+
+def _starts(device: Device, quants: Iterable[str], flashinfer: str) -> dict[str, PerformanceModel]:
+    """Return what is believed of a device without timings, by quantization; nothing where too little is public."""
+    from contextlib import suppress
+
+    from synth.analytical import analytical_model
+
+    found = {}
+    for quant in dict.fromkeys(quants):
+        with suppress(SynthError):
+            found[quant] = analytical_model(device, quant, flashinfer)
+    return found
+
+
+def _with_anchors(
+    layers: list[Layer], starts: Mapping[str, PerformanceModel], max_tokens: int
+) -> tuple[list[Layer], list[list[int]]]:
+    """Return the layers with some for the quantizations that have no model yet, and in which turns to time them."""
+    from synth.catalog.shapes import deployments, load_models
+    from synth.planning import Layer
+    from synth.planning.anchors import anchors
+
+    unique = list({(one.shape, one.quant): one for one in layers}.values())
+    catalogue = [Layer.of(d) for d in deployments(load_models(), quants=list(starts), supported=True)]
+    more = [
+        one
+        for quant in starts
+        for one in anchors([layer for layer in unique if layer.quant == quant], catalogue, max_tokens)
+    ]
+    turns = [list(range(len(unique))), *([len(unique) + i] for i in range(len(more)))]
+    return [*unique, *more], turns
 
 
 @main.command()

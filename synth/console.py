@@ -18,9 +18,11 @@ from rich.table import Table
 if TYPE_CHECKING:
     from synth.collecting import CollectSummary
     from synth.evaluating import Study
+    from synth.evidence import Evidence
     from synth.learning import Point
     from synth.performance.evaluation import Evaluation, Regret
     from synth.planning import Layer, PlanSummary
+    from synth.transferring import TransferScore
     from synth.verifying import Standing, Verification
 
 
@@ -263,3 +265,77 @@ def _is_number(text: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def evidence_tables(found: Evidence) -> None:
+    """Print what public measurements say of the analytical models."""
+    table(
+        "Whole layers, constants fitted on half of the models, judged on the other half",
+        ["device", "quant", "engine", "tactics", "models", "median error", "by half", "90 % within", "unfitted"],
+        [
+            [
+                x.device, x.quant, x.engine, "fastest" if x.tuned else "fallback", x.models, f"{x.error:.1%}",
+                f"{x.least:.1%} to {x.most:.1%}", f"{x.p90:.1%}", f"{x.unfitted:.1%}",
+            ]
+            for x in found.layers
+        ],
+    )  # fmt: skip
+    table(
+        "Fallback over fastest, the same halves",
+        ["device", "quant", "layers", "measured", "predicted", "rank correlation", "sure of", "of those faster"],
+        [
+            [
+                x.device, x.quant, x.layers, f"{x.measured:.3f}", f"{x.predicted:.3f}", f"{x.correlation:.2f}", x.sure,
+                f"{x.sure_right:.1%}",
+            ]
+            for x in found.gains
+        ],
+    )  # fmt: skip
+    table(
+        "Published sweeps of one stage's tactics",
+        ["device", "stage", "tokens", "tactics", "rank correlation", "our choice", "fallback"],
+        [
+            [
+                x.device,
+                x.stage,
+                x.tokens,
+                x.tactics,
+                f"{x.rank_correlation:.2f}",
+                f"{x.regret:.3f}",
+                f"{x.fallback:.3f}",
+            ]
+            for x in found.sweeps
+        ],
+    )
+    table(
+        "Published lines, us",
+        ["device", "stage", "tokens", "published", "predicted", "median difference"],
+        [
+            [
+                x.line.device, x.line.stage, x.line.tokens,
+                f"{1e3 * x.line.intercept:.1f} + {1e3 * x.line.slope:.3f} D",
+                f"{1e3 * x.intercept:.1f} + {1e3 * x.slope:.3f} D", f"{x.error:.1%}",
+            ]
+            for x in found.lines
+        ],
+    )  # fmt: skip
+    table(
+        "Constants from public layers alone, judged by timings",
+        ["device", "quant", "choices", "regret", "p95"],
+        [[x.device, x.quant, x.choices, f"{x.regret:.4f}", f"{x.p95:.3f}"] for x in found.blind],
+    )
+
+
+def transfer_tables(scores: Sequence[TransferScore]) -> None:
+    """Print what one quantization's model says of another's kernels."""
+    table(
+        "Choices by another quantization's model, each model family unseen",
+        ["from", "to", "tactics", "carried over", "choices", "regret", "gemm1", "gemm2", "p95", "sure of", "came true"],
+        [
+            [
+                s.source, s.target, s.kind, s.carried, s.choices, f"{s.regret:.4f}", f"{s.gemm1:.4f}",
+                f"{s.gemm2:.4f}", f"{s.p95:.3f}", s.foreseen, f"{s.came_true:.1%}",
+            ]
+            for s in scores
+        ],
+    )  # fmt: skip

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from synth import __version__
+from synth.analytical import analytical_model, suspects
 from synth.catalog.devices import Device
 from synth.catalog.shapes import Deployment, MoEShape
 from synth.catalog.tactics import DEFAULT_FLASHINFER, load_table
@@ -26,18 +30,22 @@ from synth.flashinfer.contract import (
     map_to_bucket,
     token_buckets,
 )
-from synth.flashinfer.formats import ConfigEntry, dumps_bundled, dumps_json
-from synth.measurements import DEFAULT_POLICY, Origin, Timings
+from synth.flashinfer.formats import BUNDLED_PREFIX, ConfigEntry, dumps_bundled, dumps_json
+from synth.measurements import Timings
 from synth.performance.model import PerformanceModel
 from synth.performance.posterior import NEAR
 from synth.performance.routing import UNIFORM, Routing
 
 FORMATS = ("json", "bundled")
+#: Where an entry comes from, the surest first.
+SOURCES = ("measured", "verified", "predicted", "analytical")
+#: Of the probabilities of a choice, that of being within 2 % of the best.
+_TWO_PERCENT = NEAR.index(0.02)
 
 
 @dataclass(frozen=True)
 class Tally:
-    """What one quantization came to.
+    """What one quantization came to. An entry is one key; several keys can ask for one choice.
 
     Attributes
     ----------
@@ -45,9 +53,13 @@ class Tally:
     deployments, shapes : int
         Deployments asked for, and their distinct shapes.
     entries : dict of str to int
-        Entries by source: measured, verified, predicted, analytical.
-    left_out : int
-        Entries that may not beat the fallback.
+        Entries that are written, by source: measured, verified, predicted, analytical.
+    abstained : dict of str to int
+        Entries that are left out, by what they would have been: they may not beat the fallback, or are analytical
+        where only measured ones are wanted.
+    regret, within : dict of str to float
+        By source, means over the entries that are written: the expected regret as a share, and the probability of
+        being within 2 % of the best, both as the model states them.
     gain : float
         Geometric mean of the fallback's time over the choice's, over choices that are written; NaN without any.
     """
@@ -56,8 +68,15 @@ class Tally:
     deployments: int
     shapes: int
     entries: dict[str, int]
-    left_out: int
+    abstained: dict[str, int]
+    regret: dict[str, float]
+    within: dict[str, float]
     gain: float
+
+    @property
+    def left_out(self) -> int:
+        """Number of entries that are left out."""
+        return sum(self.abstained.values())
 
 
 @dataclass(frozen=True)
@@ -84,9 +103,28 @@ class Emission:
         return sum(sum(t.entries.values()) for t in self.tallies)
 
     @property
+    def left_out(self) -> int:
+        """Number of entries that are left out."""
+        return sum(t.left_out for t in self.tallies)
+
+    @property
     def analytical(self) -> bool:
         """Whether any entry is analytical."""
         return any(t.entries.get("analytical") for t in self.tallies)
+
+
+class NothingToWriteError(SynthError):
+    """Every entry is left out.
+
+    Attributes
+    ----------
+    tallies : tuple of Tally
+        What was left out.
+    """
+
+    def __init__(self, message: str, tallies: tuple[Tally, ...]) -> None:
+        super().__init__(message)
+        self.tallies = tallies
 
 
 @dataclass(frozen=True)
@@ -121,9 +159,9 @@ def analytical_source(device: Device, quant: str, flashinfer: str = DEFAULT_FLAS
     SynthError
         When no tactics are known for the device, or a number that the model needs is not public.
     """
-    origin = Origin.make(device.name, device.tactics_arch, quant, flashinfer, DEFAULT_POLICY)
-    table = load_table(device.tactics_arch, quant, flashinfer)
-    return Source(PerformanceModel.analytic(origin, table), name="analytic model")
+    model = analytical_model(device, quant, flashinfer)
+    borrowed = f", with the structure of {model.borrowed_}" if model.borrowed_ else ""
+    return Source(model, name=f"analytic model{borrowed}")
 
 
 def emit(
@@ -136,9 +174,16 @@ def emit(
     flashinfer: str = DEFAULT_FLASHINFER,
     file_format: str = "json",
     routing: Routing = UNIFORM,
+    measured: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Emission:
     """Choose and render the config of one device.
+
+    One file is all that this device needs under one FlashInfer version: of the metadata that FlashInfer compares, only
+    its version and the GPU's name are exact, and the rest are wildcards, see
+    :func:`synth.flashinfer.contract.build_metadata`. What differs between engines, maximum token counts and
+    quantizations is in the keys. How many entries have which source is in ``_metadata.synth.entries`` and in the
+    sidecar, for whoever has to refuse some of them.
 
     Parameters
     ----------
@@ -155,20 +200,25 @@ def emit(
     routing : Routing
         How the servers' tokens spread over the experts. Unless uniform, it is recorded in the sidecar and in the
         config's metadata, and no entry is measured.
+    measured : bool
+        Leave out what is analytical: what no timing of this device stands behind.
     progress : callable, optional
         Called with shapes done and shapes in all.
 
     Raises
     ------
+    NothingToWriteError
+        When every entry is left out.
     SynthError
-        When a source is simulated, the routing is not one of a deployment, or nothing is left to write.
+        When a source is simulated, the routing is not one of a deployment, or an entry of a bundled file would be
+        analytical: that is the form in which FlashInfer ships configs, and what nobody has measured isn't for others.
     """
     for quant, source in sources.items():
         if source.model.origin_.simulated:
             raise SynthError(f"the {quant} model was fitted on simulated timings; no config is made from those")
     buckets = bucket_union(max_tokens, flashinfer)
     by_quant = {q: [d for d in deployments if d.quant == q] for q in sources}
-    total = sum(len({d.shape for d in ds}) for ds in by_quant.values())
+    total = sum(len({d.shape_for(engine) for d in ds for engine in engines}) for ds in by_quant.values())
     done = 0
     entries: dict[str, ConfigEntry] = {}
     records: list[dict[str, Any]] = []
@@ -177,7 +227,7 @@ def emit(
         if not wanted:
             continue
         source = sources[quant]
-        shapes = list(dict.fromkeys(d.shape for d in wanted))
+        shapes = list(dict.fromkeys(d.shape_for(engine) for d in wanted for engine in engines))
 
         def step(n: int, start: int = done) -> None:
             if progress is not None:
@@ -185,12 +235,28 @@ def emit(
 
         choices = _choose(source, shapes, buckets, "sglang" in engines, routing, step)
         done += len(shapes)
-        tallies.append(_render(quant, wanted, shapes, buckets, engines, device, flashinfer, choices, entries, records))
+        tallies.append(
+            _render(quant, wanted, shapes, buckets, engines, device, flashinfer, choices, measured, entries, records)
+        )
+    counts = {source: sum(t.entries.get(source, 0) for t in tallies) for source in SOURCES}
     if not entries:
-        raise SynthError("nothing to write: no entry is sure to beat the fallback; time some with `synth collect`")
+        raise NothingToWriteError(
+            f"nothing to write for {device.name}: all {sum(t.left_out for t in tallies)} entries are left out, since "
+            f"{'no timing stands behind them or ' if measured else ''}they may not beat the fallback; time some with "
+            "`synth collect`",
+            tuple(tallies),
+        )
+    if file_format == "bundled" and counts["analytical"]:
+        raise SynthError(
+            f"{counts['analytical']} of {len(entries)} entries for {device.name} are analytical, and a bundled file, "
+            "the form that is contributed to FlashInfer, holds none of these; time them with `synth collect`, leave "
+            "them out with --measured, or write --format json for your own use"
+        )
     provenance: dict[str, Any] = {
         "synth": __version__,
         "sources": {q: _origin_of(s) for q, s in sorted(sources.items())},
+        "entries": {source: count for source, count in counts.items() if count},
+        "left_out": sum(t.left_out for t in tallies),
         "max_tokens": sorted(max_tokens),
         "engines": sorted(engines),
     }
@@ -223,6 +289,103 @@ def sidecar_path(path: Path) -> Path:
     return path.with_name(path.name + ".provenance.json")
 
 
+def config_name(device: Device, file_format: str = "json") -> str:
+    """Return what a device's config is called: FlashInfer finds a bundled one by its name."""
+    if file_format == "bundled":
+        return f"{BUNDLED_PREFIX}{device.name.replace(' ', '_')}.py"
+    return f"synth-{device.slug}.json"
+
+
+def output_paths(devices: Sequence[Device], output: str | None = None, file_format: str = "json") -> list[Path]:
+    """Return where the config of each device goes.
+
+    Parameters
+    ----------
+    output : str, optional
+        A file, or a folder for files of the usual names: what ends in a slash, is a folder already, or, for several
+        devices, anything that isn't a config file's name. Without it the files go here.
+
+    Raises
+    ------
+    SynthError
+        When one file is named for several devices: FlashInfer uses a config on one GPU only.
+    """
+    names = [config_name(device, file_format) for device in devices]
+    if output is None:
+        return [Path(name) for name in names]
+    path = Path(output)
+    if output.endswith(("/", os.sep)) or os.path.isdir(path):
+        return [path / name for name in names]
+    if len(devices) == 1:
+        return [path]
+    if path.suffix in (".json", ".py") or path.exists():
+        raise SynthError(
+            f"-o {output} is one file, but a config is for one device, and {len(devices)} match: "
+            f"{', '.join(d.name for d in devices)}; name a folder with -o, or one of them with --device"
+        )
+    return [path / name for name in names]
+
+
+def write(emissions: Sequence[Emission], paths: Sequence[Path]) -> None:
+    """Write each config to its path and its sidecar beside it: all of them, or none.
+
+    Everything is first written in full to a temporary folder beside its place. Then the old config is moved away, the
+    sidecars are exchanged, and the new config comes last, so that at no time, not even where the process is killed,
+    a config lies beside a sidecar of another one. An error puts everything back as it was.
+
+    Raises
+    ------
+    SynthError
+        When something can't be written; nothing has changed then.
+    """
+    done: list[tuple[Path, Path]] = []
+    current = paths[0]
+    try:
+        with contextlib.ExitStack() as stack:
+            try:
+                moves = []
+                for emission, current in zip(emissions, paths, strict=True):
+                    current.parent.mkdir(parents=True, exist_ok=True)
+                    beside = tempfile.TemporaryDirectory(
+                        prefix=".synth-", dir=current.parent, ignore_cleanup_errors=True
+                    )
+                    moves.append((current, _stage(Path(stack.enter_context(beside)), current, emission)))
+                for path, pairs in moves:
+                    current = path
+                    for old, new in pairs:
+                        os.replace(old, new)
+                        done.append((old, new))
+            except BaseException:
+                for old, new in reversed(done):
+                    os.replace(new, old)
+                raise
+    except OSError as e:
+        raise SynthError(
+            f"can't write {current}: {e.strerror or e}; name another place with -o or free some space"
+        ) from e
+
+
+def _stage(folder: Path, path: Path, emission: Emission) -> list[tuple[Path, Path]]:
+    """Write a config and its sidecar to a temporary folder; return the renames that put them in place, in order."""
+    pairs = []
+    for target, data in ((sidecar_path(path), emission.sidecar), (path, emission.config)):
+        if target.is_dir():
+            raise SynthError(f"can't write {target}: a folder is in its place; move it or name another place with -o")
+        fresh = folder / f"new-{'sidecar' if target != path else 'config'}"
+        with open(fresh, "xb") as f:
+            f.write(data)
+            f.flush()
+            os.fsync(f.fileno())
+        pairs.append((fresh, target))
+    # `lexists`: a dangling link is replaced like a file.
+    aside = [
+        (target, folder / f"old-{kind}")
+        for kind, target in (("config", path), ("sidecar", sidecar_path(path)))
+        if os.path.lexists(target)
+    ]
+    return [*aside, *pairs]
+
+
 def _choose(
     source: Source,
     shapes: list[MoEShape],
@@ -232,6 +395,7 @@ def _choose(
     step: Callable[[int], None],
 ) -> dict[_Place, Choice]:
     """Return every choice; with `unfused_too`, also those of servers that don't fuse the finalize step."""
+    suspected = suspects(source.model.table) if source.model.analytical else frozenset()
     made = choose(
         source.model,
         shapes,
@@ -239,7 +403,7 @@ def _choose(
         timings=source.timings,
         fused_finalize=(True, False) if unfused_too else (True,),
         routing=routing,
-        denied=frozenset((d.stage, d.tactic) for d in source.denied),
+        denied=frozenset((d.stage, d.tactic) for d in source.denied) | suspected,
         progress=step,
     )
     return {(c.shape, c.stage, c.bucket, c.fused_finalize): c for c in made}
@@ -254,40 +418,48 @@ def _render(
     device: Device,
     flashinfer: str,
     choices: dict[_Place, Choice],
+    measured: bool,
     entries: dict[str, ConfigEntry],
     records: list[dict[str, Any]],
 ) -> Tally:
-    """Add the entries of one quantization and their records."""
+    """Add the entries of one quantization and their records; with `measured` none that are analytical."""
     table = load_table(device.tactics_arch, quant, flashinfer)
     unfused = table.without_fused_finalize()
     keys: dict[_Place, dict[str, None]] = {}
     labels: dict[MoEShape, dict[str, None]] = {}
     for d in wanted:
-        labels.setdefault(d.shape, {})[d.label] = None
         for engine in engines:
+            passed = replace(d, shape=d.shape_for(engine))
+            labels.setdefault(passed.shape, {})[d.label] = None
             for fused in (True, False) if engine == "sglang" else (True,):
                 for stage in (1, 2):
                     for bucket in buckets:
                         found = file_keys(
-                            d, engine, bucket, stage, device.tactics_arch, flashinfer, fused_finalize=fused
+                            passed, engine, bucket, stage, device.tactics_arch, flashinfer, fused_finalize=fused
                         )
-                        keys.setdefault((d.shape, stage, bucket, fused), {}).update(dict.fromkeys(found))
+                        keys.setdefault((passed.shape, stage, bucket, fused), {}).update(dict.fromkeys(found))
     by_source: dict[str, int] = {}
-    left_out = 0
+    abstained: dict[str, int] = {}
+    regret: dict[str, float] = {}
+    within: dict[str, float] = {}
     gains = []
     for cell in sorted(keys):
         choice = choices[cell]
         shape, stage, bucket, fused = cell
         fresh = [key for key in keys[cell] if key not in entries]
-        if not choice.beats_fallback:
-            left_out += len(fresh)
+        source = choice.source
+        written = choice.beats_fallback and not (measured and source == "analytical")
+        if not written:
+            abstained[source] = abstained.get(source, 0) + len(fresh)
         else:
             tactic_id = (table if fused else unfused).id_of(stage, choice.tactic)
             for key in fresh:
                 entries[key] = ConfigEntry(
                     key, tactic_id, choice.ms, choice.runner_up_ms, choice.margin, choice.candidates
                 )
-            by_source[choice.source] = by_source.get(choice.source, 0) + len(fresh)
+            by_source[source] = by_source.get(source, 0) + len(fresh)
+            regret[source] = regret.get(source, 0.0) + choice.regret * len(fresh)
+            within[source] = within.get(source, 0.0) + choice.within[_TWO_PERCENT] * len(fresh)
             gains.append(np.log(choice.fallback_ms / choice.ms))
         records.append(
             {
@@ -297,8 +469,8 @@ def _render(
                 "stage": stage,
                 "bucket": bucket,
                 "fused_finalize": fused,
-                "source": choice.source,
-                "written": choice.beats_fallback,
+                "source": source,
+                "written": written,
                 "tactic": str(choice.tactic),
                 "ms": _short(choice.ms),
                 "runner_up": str(choice.runner_up),
@@ -312,7 +484,13 @@ def _render(
             }
         )
     gain = float(np.exp(np.mean(gains))) if gains else float("nan")
-    return Tally(quant, len(wanted), len(shapes), by_source, left_out, gain)
+    return Tally(
+        quant, len(wanted), len(shapes), by_source, abstained, _per(regret, by_source), _per(within, by_source), gain
+    )
+
+
+def _per(sums: Mapping[str, float], counts: Mapping[str, int]) -> dict[str, float]:
+    return {source: total / counts[source] for source, total in sums.items() if counts[source]}
 
 
 def _short(value: float) -> float | None:

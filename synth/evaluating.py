@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from synth.analytical import start_of
 from synth.catalog.devices import Device
 from synth.catalog.shapes import family_of
 from synth.choosing import choose
@@ -220,7 +221,15 @@ def held_out(
 
     # Fits alone are as quick in threads.
     with workers() if scopes else nullcontext() as pool:
-        found = hold_out_and_replay(timings, by, shares=SHARES if scopes else (), seeds=seeds, progress=step, pool=pool)
+        found = hold_out_and_replay(
+            timings,
+            by,
+            make=partial(held_out_model, start_of(timings.origin)),
+            shares=SHARES if scopes else (),
+            seeds=seeds,
+            progress=step,
+            pool=pool,
+        )
         later = [pool.submit(task) for task in (*halves, *(task for _, task in tasks))] if pool else []
         for done, future in enumerate(as_completed(later), start=steps - len(later) + 1):
             future.result()
@@ -345,7 +354,7 @@ def _two_passes(timings: Timings, twice: Ints) -> list[Timings]:
 
 def _choices(timings: Timings, keys: Ints) -> list[int]:
     """Fit the timings and choose from them; return the tactic of each (shape, stage, bucket)."""
-    model = held_out_model().fit(timings)
+    model = held_out_model(start_of(timings.origin)).fit(timings)
     shapes = [timings.shapes[i] for i in np.unique(keys[:, 0]).tolist()]
     found = choose(model, shapes, np.unique(keys[:, 2]).tolist(), timings=timings)
     tactic = {(c.shape, c.stage, c.bucket): c.tactic_id for c in found}

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from synth.analytical import start_of
 from synth.errors import SynthError
 from synth.learning import HeldOut, hold_out_and_replay
 from synth.measurements import Timings
 from synth.paths import model_file
 from synth.performance.calibration import learn
-from synth.performance.evaluation import TIME_TREES, Calibration, Evaluation, baselines, calibrate
+from synth.performance.evaluation import TIME_TREES, Calibration, Evaluation, baselines, calibrate, held_out_model
 from synth.performance.model import PerformanceModel
 from synth.performance.posterior import NEAR
 
@@ -47,9 +49,18 @@ def fit(timings: Timings, progress: Callable[[int, int], None] | None = None, po
     pool : Executor, optional
         Where families are held out, see :func:`synth.learning.workers`; two threads if not given.
     """
-    model = PerformanceModel(time_trees=TIME_TREES).fit(timings)
+    start = start_of(timings.origin)
+    model = PerformanceModel(time_trees=TIME_TREES, start=start).fit(timings)
     try:
-        held_out = hold_out_and_replay(timings, "family", ways=("active",), shares=(0.0,), progress=progress, pool=pool)
+        held_out = hold_out_and_replay(
+            timings,
+            "family",
+            make=partial(held_out_model, start),
+            ways=("active",),
+            shares=(0.0,),
+            progress=progress,
+            pool=pool,
+        )
     except SynthError:
         return Fitted(model, (), None)  # a single family: there is nothing to hold out
     calibration = calibrate(held_out.judge, held_out.ms, held_out.log_sd)

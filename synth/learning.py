@@ -209,8 +209,9 @@ def workers() -> Iterator[Executor]:
 
 def swept_shapes(timings: Timings) -> Ints:
     """Return the shapes whose sweep can be replayed: nearly every tactic was timed in each of their buckets."""
-    keys, bucket = timings.averaged().buckets()
-    partly = keys[~swept_buckets(timings.table, keys, bucket), 0]
+    averaged = timings.averaged()
+    keys, bucket = averaged.buckets()
+    partly = keys[~swept_buckets(averaged, keys, bucket), 0]
     return np.setdiff1d(keys[:, 0], partly)
 
 
@@ -264,13 +265,10 @@ def new_device(timings: Timings, way: str, seed: int, shares: Sequence[float]) -
         Shares of the sweeps at which choices are judged, ascending and above 0.
     """
     replay = _Replay(timings)
-    origin, start = timings.origin, Roofline(NEUTRAL)
-    buckets = np.unique(timings.tokens).tolist()
-    active = NewDevice(origin.device, origin.arch, origin.flashinfer, replay.layers, buckets, start=start, seed=seed)
+    unfitted = PerformanceModel.analytic(timings.origin, timings.table, Roofline(NEUTRAL))
+    active = NewDevice({timings.origin.quant: unfitted}, replay.layers, np.unique(timings.tokens).tolist(), seed=seed)
     strategy: Strategy = active
     if way != "active":
-        unfitted = PerformanceModel.analytic(origin, timings.table)
-        unfitted.roofline_ = start
         strategy = replay.order(way, unfitted.predict_analytic(replay.cells), seed)
     points = []
     for share, (seen, seconds) in zip(shares, replay.run(strategy, shares), strict=True):

@@ -39,7 +39,8 @@ class Made:
         choice_sd: float = 0.3,
     ) -> None:
         self.table = TABLE
-        self.choice_ = self.time_ = choice
+        self.origin_ = Origin.make("NVIDIA H200", TABLE.arch, TABLE.quant)
+        self.analytical = choice is None
         self.calibration_: dict[str, float] = {}
         self.columns = tactic_columns(TABLE, Hardware.of(get_device("NVIDIA H200"), "bf16"))
         self._ms, self._analytic, self._log_sd, self._choice_sd = ms, analytic or ms, log_sd, choice_sd

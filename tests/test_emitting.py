@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,17 @@ from synth.catalog.devices import get_device
 from synth.catalog.shapes import Deployment, MoEShape, find_model
 from synth.catalog.tactics import Tactic, load_table
 from synth.denied import Denial
-from synth.emitting import Emission, Source, analytical_source, bucket_union, emit, sidecar_path
+from synth.emitting import (
+    FORMATS,
+    Emission,
+    NothingToWriteError,
+    Source,
+    analytical_source,
+    bucket_union,
+    emit,
+    sidecar_path,
+    write,
+)
 from synth.errors import SynthError
 from synth.fitting import save
 from synth.flashinfer.contract import (
@@ -199,8 +209,132 @@ def test_the_tally_counts_entries_by_source(sources: dict[str, Source]) -> None:
     assert not made.analytical
 
 
+def test_config_and_sidecar_count_entries_by_source(sources: dict[str, Source]) -> None:
+    made = make(sources)
+    written = json.loads(made.config)["_metadata"]["synth"]
+    sidecar = json.loads(made.sidecar)
+    for head in (written, sidecar):
+        assert head["entries"] == made.tallies[0].entries
+        assert sum(head["entries"].values()) == made.entries == len(entries_of(made))
+        assert head["left_out"] == made.left_out == made.tallies[0].left_out
+
+
+def test_the_tally_means_what_the_sidecar_says_of_each_entry(sources: dict[str, Source]) -> None:
+    made = make(sources)
+    (tally,) = made.tallies
+    records = json.loads(made.sidecar)["choices"]
+    for source, count in tally.entries.items():
+        mine = [(r, len(r["keys"])) for r in records if r["written"] and r["source"] == source]
+        assert tally.regret[source] == pytest.approx(sum(r["expected_regret"] * n for r, n in mine) / count, rel=1e-4)
+        assert tally.within[source] == pytest.approx(sum(r["within_2%"] * n for r, n in mine) / count, rel=1e-4)
+
+
 def test_the_sidecar_lies_beside_the_config() -> None:
     assert sidecar_path(Path("a/b.json")) == Path("a/b.json.provenance.json")
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def check_files(folder: Path, names: Sequence[str]) -> None:
+    """Assert that each config lies beside its own sidecar."""
+    for name in names:
+        config = folder / name
+        if config.exists():
+            sidecar = json.loads(sidecar_path(config).read_bytes())
+            assert sidecar["config_sha256"] == hashlib.sha256(config.read_bytes()).hexdigest()
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.fixture(scope="module")
+def two(sources: dict[str, Source]) -> list[Emission]:
+    """Two emissions that differ."""
+    return [make(sources, [layer], max_tokens=(8,)) for layer in LAYERS[:2]]
+
+
+def test_configs_are_written_with_their_sidecars(two: list[Emission], tmp_path: Path) -> None:
+    for first, second in ((0, 1), (1, 0), (1, 0)):
+        write([two[first], two[second]], [tmp_path / "x" / "a.json", tmp_path / "y" / "b.json"])
+        check_files(tmp_path, ["x/a.json", "y/b.json"])
+        assert (tmp_path / "x" / "a.json").read_bytes() == two[first].config
+        assert len(contents(tmp_path)) == 4
+        assert sorted(p.name for p in (tmp_path / "x").iterdir()) == ["a.json", "a.json.provenance.json"]
+
+
+NAMES = ["a.json", "b.json"]
+
+
+@pytest.mark.parametrize("old", [True, False])
+def test_an_error_while_files_are_put_in_place_changes_nothing(
+    two: list[Emission], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: bool
+) -> None:
+    targets = [tmp_path / name for name in NAMES]
+    if old:
+        write(two, targets)
+    before, rename, failed = contents(tmp_path), os.replace, 0
+    for n in range(20):
+        calls = iter(range(100))
+
+        def replace(a: Path, b: Path, calls: Iterator[int] = calls, n: int = n) -> None:
+            check_files(tmp_path, NAMES)
+            if next(calls) == n:
+                raise OSError(28, "No space left on device")
+            rename(a, b)
+
+        with monkeypatch.context() as m:
+            m.setattr(os, "replace", replace)
+            try:
+                write(two[::-1], targets)
+            except SynthError as e:
+                assert "No space left on device" in str(e) and str(tmp_path) in str(e) and "\n" not in str(e)
+                assert contents(tmp_path) == before
+                failed += 1
+            else:
+                break
+    assert failed == (8 if old else 4)
+    check_files(tmp_path, NAMES)
+    assert targets[0].read_bytes() == two[1].config
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_process_that_is_killed_leaves_no_config_beside_a_sidecar_of_another(
+    two: list[Emission], tmp_path: Path
+) -> None:
+    rename = os.replace
+    for n in range(8):
+        folder = tmp_path / str(n)
+        targets = [folder / name for name in NAMES]
+        write(two, targets)
+        child = os.fork()
+        if child == 0:
+            calls = iter(range(100))
+
+            def replace(a: Path, b: Path, calls: Iterator[int] = calls, n: int = n) -> None:
+                if next(calls) == n:
+                    os._exit(9)
+                rename(a, b)
+
+            os.replace = replace
+            write(two[::-1], targets)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+        check_files(folder, NAMES)
+        write(two, targets)
+        check_files(folder, NAMES)
+
+
+def test_a_folder_in_the_place_of_any_file_changes_nothing(two: list[Emission], tmp_path: Path) -> None:
+    targets = [tmp_path / name for name in NAMES]
+    write(two, targets)
+    sidecar_path(targets[1]).unlink()
+    sidecar_path(targets[1]).mkdir()
+    before = contents(tmp_path)
+    with pytest.raises(SynthError, match=r"can't write .*b\.json\.provenance\.json: a folder"):
+        write(two[::-1], targets)
+    assert contents(tmp_path) == before
 
 
 # --- the same bytes --------------------------------------------------------------------------------------------------
@@ -281,8 +415,9 @@ def test_simulated_timings_never_reach_a_config(timings: dict[str, Timings], sou
 def test_where_nothing_beats_the_fallback_nothing_is_written(sources: dict[str, Source]) -> None:
     unsure = fitted(load(ROOT / "measurements", "NVIDIA H200", "bf16", problems=[])[0])
     unsure.spread_ = 1e6
-    with pytest.raises(SynthError, match="nothing to write"):
+    with pytest.raises(NothingToWriteError, match=r"nothing to write for NVIDIA H200: all .* left out") as e:
         emit(H200, [OLMOE], {"bf16": Source(unsure)}, max_tokens=MAX_TOKENS)
+    assert sum(t.left_out for t in e.value.tallies) == len(all_keys([OLMOE]))
 
 
 def test_entries_that_may_not_win_are_left_out_and_counted(sources: dict[str, Source]) -> None:
@@ -311,13 +446,24 @@ def test_an_analytical_config_says_so() -> None:
     assert made.analytical and set(made.tallies[0].entries) == {"analytical"}
     assert made.tallies[0].left_out > 0
     assert {r["source"] for r in json.loads(made.sidecar)["choices"]} == {"analytical"}
-    assert json.loads(made.config)["_metadata"]["gpu"] == device.name
+    metadata = json.loads(made.config)["_metadata"]
+    assert metadata["gpu"] == device.name and metadata["synth"]["entries"] == {"analytical": made.entries}
 
 
-@pytest.mark.parametrize("name", ["NVIDIA RTX PRO 4500 Blackwell", "NVIDIA GB10"])
-def test_a_device_without_public_numbers_has_no_analytical_source(name: str) -> None:
-    with pytest.raises(SynthError, match=name):
-        analytical_source(get_device(name), "bf16")
+def test_analytical_entries_are_never_bundled_nor_among_the_measured() -> None:
+    device = get_device("NVIDIA RTX PRO 6000 Blackwell Server Edition")
+    layers = [find_model("olmoe").deploy(1, 1, "bf16")]
+    source = {"bf16": analytical_source(device, "bf16")}
+    with pytest.raises(SynthError, match="are analytical, and a bundled file, the form that is contributed"):
+        emit(device, layers, source, max_tokens=(8192,), file_format="bundled")
+    for file_format in FORMATS:
+        with pytest.raises(NothingToWriteError, match="no timing stands behind them"):
+            emit(device, layers, source, max_tokens=(8192,), file_format=file_format, measured=True)
+
+
+def test_a_device_without_public_numbers_has_no_analytical_source() -> None:
+    with pytest.raises(SynthError, match="NVIDIA GB10"):
+        analytical_source(get_device("GB10"), "bf16")
 
 
 def test_a_device_without_tactics_has_no_source() -> None:
@@ -361,6 +507,9 @@ def test_a_skewed_routing_is_recorded_and_nothing_is_measured(sources: dict[str,
     before = json.loads(plain.config)["_metadata"]
     after = config["_metadata"]
     assert after["synth"].pop("routing") == sidecar["routing"]
+    assert after["synth"].pop("entries") == {"predicted": made.entries}
+    assert before["synth"].pop("entries").get("measured")
+    assert after["synth"].pop("left_out") >= before["synth"].pop("left_out")
     assert after == before
     assert "routing" not in json.loads(plain.sidecar)
 

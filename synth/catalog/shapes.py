@@ -7,12 +7,13 @@ import functools
 import json
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from synth.catalog.padding import ENGINE_NAMES, PADDINGS, engines_that_pad, find_padding, round_up
 from synth.catalog.tactics import QUANTS
 from synth.errors import SynthError, UnsupportedShapeError
 
@@ -89,6 +90,9 @@ class MoEShape:
         return self.top_k / (self.experts * self.ep_size)
 
 
+#: Tensor-parallel sizes up to this one are named as a way out.
+_MOST_TP = 16
+
 #: Activations between the two GEMMs, and whether they have a gate.
 ACTIVATIONS = {"swiglu": True, "geglu": True, "geglu_tanh": True, "situ": True, "relu2": False}
 
@@ -147,11 +151,11 @@ class Model:
             raise SynthError(f"{self.name}: unknown activation {self.activation!r}; known: {', '.join(ACTIVATIONS)}")
         for quant in self.quants:
             _check_quant(quant)
-        for tp, ep in self.deployments:
-            self._shape(tp, ep)
+            for tp, ep in self.deployments:
+                self._shape(tp, ep, quant)
 
     def deploy(self, tp: int, ep: int, quant: str) -> Deployment:
-        """Return this model's layer on one rank.
+        """Return this model's layer on one rank, padded as the engines pad it.
 
         Parameters
         ----------
@@ -160,21 +164,49 @@ class Model:
         quant : str
             Any quantization, whether the model is published in it or not.
 
+        Returns
+        -------
+        Deployment
+            Where the kernels don't take the layer as it is and an engine pads it by itself to a size that they take,
+            of that size; :meth:`Deployment.shape_for` says what one given engine passes. Where no engine does, of the
+            size that :func:`check_supported` refuses.
+
         Raises
         ------
         SynthError
             When `tp` doesn't divide the intermediate size or `ep` the experts.
         """
         _check_quant(quant)
-        return Deployment(self.name, tp, ep, quant, self.activation, self.bias, self._shape(tp, ep))
+        return Deployment(self.name, tp, ep, quant, self.activation, self.bias, self._shape(tp, ep, quant))
 
-    def _shape(self, tp: int, ep: int) -> MoEShape:
-        if tp < 1 or self.inter % tp:
-            raise SynthError(f"{self.name}: --tp {tp} doesn't divide the intermediate size {self.inter}")
+    def tp_sizes(self, ep: int, quant: str) -> tuple[int, ...]:
+        """Return the tensor-parallel sizes, up to 16, at which FlashInfer has kernels for this layer.
+
+        Parameters
+        ----------
+        ep : int
+            Expert-parallel size.
+        quant : str
+            Quantization.
+        """
+        _check_quant(quant)
+        shapes = {tp: self._shape(tp, ep, quant) for tp in range(1, _MOST_TP + 1) if self.inter % tp == 0}
+        return tuple(tp for tp, shape in shapes.items() if padded_shape(shape, quant) == shape)
+
+    def _shape(self, tp: int, ep: int, quant: str) -> MoEShape:
         if ep < 1 or self.experts % ep:
             raise SynthError(f"{self.name}: --ep {ep} doesn't divide the {self.experts} experts")
-        inter = _round_up(self.inter // tp, self.pad_inter)
-        return MoEShape(self.hidden, inter, self.experts // ep, self.top_k, ep, ACTIVATIONS[self.activation])
+        if tp < 1 or self.inter % tp:
+            raise SynthError(
+                f"{self.name}: --tp {tp} doesn't divide the intermediate size {self.inter}; "
+                f"{_tp_hint(self.tp_sizes(ep, quant), quant)}"
+            )
+        inter = round_up(self.inter // tp, self.pad_inter)
+        shape = MoEShape(self.hidden, inter, self.experts // ep, self.top_k, ep, ACTIVATIONS[self.activation])
+        if padded_shape(shape, quant) == shape:
+            return shape
+        padded = [engine_shape(shape, quant, p.engine) for p in PADDINGS if p.quant == quant]
+        return min((s for s in padded if padded_shape(s, quant) == s), default=shape)
 
 
 @dataclass(frozen=True)
@@ -194,7 +226,7 @@ class Deployment:
     bias : bool
         The experts have biases.
     shape : MoEShape
-        The layer on one rank, after the split and any padding.
+        The layer on one rank, after the split, and after padding that the kernels need.
     """
 
     model: str
@@ -209,6 +241,10 @@ class Deployment:
     def label(self) -> str:
         """Short name, for example ``glm-5-tp8`` or ``deepseek-v3-ep8``."""
         return self.model + (f"-tp{self.tp}" if self.tp > 1 else "") + (f"-ep{self.ep}" if self.ep > 1 else "")
+
+    def shape_for(self, engine: str) -> MoEShape:
+        """Return the layer as `engine` passes it to FlashInfer: some pad more than the kernels need."""
+        return engine_shape(self.shape, self.quant, engine)
 
 
 @functools.cache
@@ -332,8 +368,9 @@ def select(
     every = list(deployments(narrowed, quants=quants))
     found = [d for d in every if padded_shape(d.shape, d.quant) == d.shape]
     if not found:
+        by_name = {m.name: m for m in narrowed}
         for d in every:
-            check_supported(d.shape, d.quant)
+            _check_deployment(by_name[d.model], d)
         raise SynthError(f"no deployment fits --tp {tp} --ep {ep} --quant {quant or ' or '.join(quants)}")
     return found
 
@@ -365,19 +402,22 @@ def padded_shape(shape: MoEShape, quant: str) -> MoEShape:
     hidden, gated, ungated, _ = _MULTIPLES[quant]
     return replace(
         shape,
-        hidden=_round_up(shape.hidden, hidden),
-        inter=_round_up(shape.inter, gated if shape.gated else ungated),
+        hidden=round_up(shape.hidden, hidden),
+        inter=round_up(shape.inter, gated if shape.gated else ungated),
     )
 
 
-def check_supported(shape: MoEShape, quant: str) -> None:
-    """Refuse a shape that FlashInfer's CUTLASS MoE has no kernel for.
+def engine_shape(shape: MoEShape, quant: str, engine: str) -> MoEShape:
+    """Return `shape` as `engine` passes it to FlashInfer, see :mod:`synth.catalog.padding`."""
+    padding = find_padding(engine, quant, shape.gated)
+    if padding is None:
+        return shape
+    hidden, inter = padding.apply(shape.hidden, shape.inter)
+    return replace(shape, hidden=hidden, inter=inter)
 
-    Raises
-    ------
-    UnsupportedShapeError
-        When hidden or inter isn't a multiple of what the quantization needs; names the reason and the padded size.
-    """
+
+def why_unsupported(shape: MoEShape, quant: str) -> str | None:
+    """Return why FlashInfer's CUTLASS MoE has no kernel for a shape, and the padded size; None where it has one."""
     padded = padded_shape(shape, quant)
     hidden, gated, ungated, reason = _MULTIPLES[quant]
     wrong = [
@@ -388,8 +428,43 @@ def check_supported(shape: MoEShape, quant: str) -> None:
         )
         if size != target
     ]
-    if wrong:
-        raise UnsupportedShapeError(f"{shape}: FlashInfer has no {quant} MoE kernel: {' and '.join(wrong)}; {reason}")
+    if not wrong:
+        return None
+    size, target = (shape.hidden, shape.inter), (padded.hidden, padded.inter)
+    engines = [ENGINE_NAMES[e] for e in engines_that_pad(quant, shape.gated, size, target)]
+    if len(engines) > 1:
+        who = f"{' and '.join(engines)} pad it by themselves"
+    else:
+        who = f"{engines[0]} pads it by itself" if engines else "no engine is known to pad it by itself"
+    return f"{' and '.join(wrong)}; {reason}; {who}"
+
+
+def check_supported(shape: MoEShape, quant: str) -> None:
+    """Refuse a shape that FlashInfer's CUTLASS MoE has no kernel for.
+
+    Raises
+    ------
+    UnsupportedShapeError
+        When hidden or inter isn't a multiple of what the quantization needs; names the reason, the padded size, and
+        the engines that pad to it by themselves.
+    """
+    why = why_unsupported(shape, quant)
+    if why is not None:
+        raise UnsupportedShapeError(f"{shape}: FlashInfer has no {quant} MoE kernel: {why}")
+
+
+def _check_deployment(model: Model, deployment: Deployment) -> None:
+    """Refuse a deployment that FlashInfer's CUTLASS MoE has no kernel for; also names the sizes that would do."""
+    why = why_unsupported(deployment.shape, deployment.quant)
+    if why is not None:
+        hint = _tp_hint(model.tp_sizes(deployment.ep, deployment.quant), deployment.quant)
+        raise UnsupportedShapeError(f"{deployment.label} {deployment.quant}: {why}; {hint}")
+
+
+def _tp_hint(sizes: Sequence[int], quant: str) -> str:
+    if not sizes:
+        return f"no --tp fits {quant}"
+    return f"--tp {', '.join(map(str, sizes))} fit{'s' if len(sizes) == 1 else ''} {quant}"
 
 
 _BY_HAND = "--hidden --inter --experts --top-k"
@@ -615,10 +690,6 @@ def _name_from_path(path: Path) -> str:
 def _check_quant(quant: str) -> None:
     if quant not in QUANTS:
         raise SynthError(f"unknown quantization {quant!r}; known: {', '.join(QUANTS)}")
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
 
 
 @functools.cache

@@ -7,9 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from synth.catalog.legality import smem_block_bytes, why_not
 from synth.catalog.tactics import DEFAULT_FLASHINFER, TacticTable, load_tables
 from synth.errors import SynthError
 from synth.flashinfer.contract import (
+    ACTIVATION_TYPES,
     POLICY,
     RUNNER,
     ParsedKey,
@@ -115,7 +117,8 @@ def check(
         live.append(key)
         findings += _check_bucket(key, flashinfer)
         findings += _check_id(key, _tactic(value), flashinfer, arch)
-    findings += _check_coverage(live, flashinfer)
+        findings += _check_legal(key, _tactic(value), flashinfer, device, arch)
+    findings += _check_coverage(live, flashinfer, "note" if _count(config.metadata, "left_out") else "warning")
     if config.raw and not live:
         dead_file = f"the file is dead: FlashInfer {flashinfer} can look up none of its {len(config.raw)} keys"
         findings.insert(0, Finding("dead-file", "", dead_file, "write the file anew for this version"))
@@ -143,6 +146,15 @@ def summary(findings: Iterable[Finding]) -> tuple[FindingGroup, ...]:
 def _check_file(config: ConfigFile, path: Path, flashinfer: str, expected: Mapping[str, str]) -> Iterator[Finding]:
     if not config.raw:
         yield Finding("no-entries", "", "the file has no entries", "write it anew")
+    analytical = _count(config.metadata, "entries", "analytical")
+    if analytical:
+        yield Finding(
+            "analytical",
+            "",
+            f"{analytical} of {len(config.raw)} entries are analytical: nobody has measured them",
+            "time some with synth collect; they are not for contributing",
+            "note",
+        )
     for key in config.duplicates:
         yield Finding("duplicate-key", key, "the key occurs more than once; the last one counts", "drop all but one")
     if config.kind == "bundled":
@@ -354,6 +366,38 @@ def _check_id(key: ParsedKey, tactic: object, flashinfer: str, arch: str | None)
         )
 
 
+def _check_legal(
+    key: ParsedKey, tactic: object, flashinfer: str, device: str | None, arch: str | None
+) -> Iterator[Finding]:
+    """Yield a finding where the entry's tactic can't run on the key's layer, on any GPU that may be meant."""
+    if type(tactic) is not int or key.stage is None:
+        return
+    tables = [t for t in _tables(key, flashinfer, arch) if tactic in t.ids(key.stage)]
+    try:
+        shape, number = key.shape(flashinfer), key.named(flashinfer)["activation_type"]
+    except SynthError:
+        return
+    # Only Situ's gate is never fused.
+    activation = "situ" if ACTIVATION_TYPES.get(int(number), ("",))[0] == "Situ" else None
+    reasons = [
+        why_not(
+            shape,
+            t.quant,
+            t.tactic(tactic),
+            key.stage,
+            t.arch,
+            smem_block_bytes(device, t.arch),
+            activation=activation,
+            flashinfer=flashinfer,
+        )
+        for t in tables
+    ]
+    if reasons and all(reasons):
+        yield Finding(
+            "tactic-cant-run", key.text, f"id {tactic}: {reasons[0]}: it is served and the kernel raises", "emit anew"
+        )
+
+
 def _tables(key: ParsedKey, flashinfer: str, arch: str | None) -> list[TacticTable]:
     try:
         quant, named = key.quant(flashinfer), key.named(flashinfer)
@@ -366,7 +410,16 @@ def _tables(key: ParsedKey, flashinfer: str, arch: str | None) -> list[TacticTab
 # ---- what is missing ---------------------------------------------------------------------------------------
 
 
-def _check_coverage(keys: Iterable[ParsedKey], flashinfer: str) -> Iterator[Finding]:
+def _count(metadata: object, *names: str) -> int:
+    """Return a number that `synth emit` put below ``_metadata.synth``; 0 where there is none."""
+    value: object = metadata
+    for name in ("synth", *names):
+        value = value.get(name) if isinstance(value, dict) else None
+    return value if type(value) is int else 0
+
+
+def _check_coverage(keys: Iterable[ParsedKey], flashinfer: str, severity: str) -> Iterator[Finding]:
+    """Find what no entry covers, with this severity: a file that abstains on purpose says how often."""
     groups: dict[object, dict[int, dict[int, ParsedKey]]] = defaultdict(lambda: defaultdict(dict))
     for key in keys:
         groups[key.group()][key.stage or 1][key.bucket] = key
@@ -382,7 +435,7 @@ def _check_coverage(keys: Iterable[ParsedKey], flashinfer: str) -> Iterator[Find
                     example.text,
                     f"{_layer(example, flashinfer)}: no entry for gemm{stage}, which always runs the fallback",
                     f"add gemm{stage}'s entries",
-                    "warning",
+                    severity,
                 )
                 continue
             missing = [b for b in grid if b not in buckets and is_grid_bucket(b, flashinfer)]
@@ -393,7 +446,7 @@ def _check_coverage(keys: Iterable[ParsedKey], flashinfer: str) -> Iterator[Find
                     f"{_layer(example, flashinfer)} gemm{stage}: no entry for bucket{'s' * (len(missing) > 1)} "
                     f"{', '.join(map(str, missing))}; {_ranges(missing, grid)} tokens run the fallback",
                     "add them, unless the fallback was meant",
-                    "warning",
+                    severity,
                 )
         if top < _USUAL_MAX_TOKENS:
             example = next(iter(next(iter(stages.values())).values()))

@@ -179,9 +179,15 @@ def held_out_groups(timings: Timings, by: str) -> list[Ints]:
     return [np.array(members) for _, members in sorted(groups.items())]
 
 
-def held_out_model() -> PerformanceModel:
-    """Return the model that is fitted when something is held out: the shipped one, in one of two threads."""
-    return PerformanceModel(time_trees=TIME_TREES, jobs=1)
+def held_out_model(start: PerformanceModel | None = None) -> PerformanceModel:
+    """Return the model that is fitted when something is held out: the shipped one, in one of two threads.
+
+    Parameters
+    ----------
+    start : PerformanceModel, optional
+        See :class:`PerformanceModel`.
+    """
+    return PerformanceModel(time_trees=TIME_TREES, jobs=1, start=start)
 
 
 def hold_out(

@@ -167,6 +167,8 @@ def sites(shapes: Sequence[MoEShape], shape: Ints, stage: Ints, tokens: Ints, ro
         layer = [(s.experts * s.ep_size, s.top_k, routing) for s in shapes]
         summary = _table(_mean_summary, [(t, *layer[i]) for i, t in zip(shape.tolist(), tokens.tolist(), strict=True)])
     e = len(EXTENTS)
+    # Where tokens are dealt in turn, experts aren't independent: the tiles of all of them don't vary.
+    varies = 0.0 if routing.is_balanced else 1.0
     return Sites(
         tokens=tokens.astype(np.float64),
         n=nk[:, 0],
@@ -180,7 +182,7 @@ def sites(shapes: Sequence[MoEShape], shape: Ints, stage: Ints, tokens: Ints, ro
         active=experts * summary[:, 1],
         large=summary[:, 2],
         tiles=experts[:, None] * summary[:, 3 : 3 + e],
-        tiles_sd=np.sqrt(experts[:, None] * summary[:, 3 + e :]),
+        tiles_sd=varies * np.sqrt(experts[:, None] * summary[:, 3 + e :]),
     )
 
 
@@ -200,6 +202,9 @@ def _row_summary(tokens: int, probability: float) -> tuple[float, ...]:
 @functools.lru_cache(maxsize=8192)
 def _mean_summary(tokens: int, experts: int, top_k: int, routing: Routing) -> tuple[float, ...]:
     """Return the mean over a layer's experts of what :func:`_row_summary` gives, `large` weighted by activity."""
+    if routing.is_balanced:
+        n, active, large, *tiles = _described(_dealt_rows(tokens, experts, top_k))
+        return (n, active, large / active, *tiles)
     p, counts = np.unique(routing.inclusion(experts, top_k), return_counts=True)
     # Experts without tokens have no rows; equally likely ones have the same.
     used = [(float(q), float(n)) for q, n in zip(p, counts, strict=True) if q > 0.0]
@@ -212,6 +217,15 @@ def _mean_summary(tokens: int, experts: int, top_k: int, routing: Routing) -> tu
 
 def _summary(tokens: int, probability: float) -> tuple[float, ...]:
     """Return rows, activity, probability of being large, and tiles' means and variances of one expert."""
-    m = expert_rows(tokens, probability)
+    return _described(expert_rows(tokens, probability))
+
+
+def _dealt_rows(tokens: int, experts: int, top_k: int) -> RowDistribution:
+    """Return the rows of an expert where all rows are dealt to the experts in turn."""
+    least, over = divmod(tokens * top_k, experts)
+    return RowDistribution(np.array([least, least + 1]), np.array([1.0 - over / experts, over / experts]))
+
+
+def _described(m: RowDistribution) -> tuple[float, ...]:
     tiles = [m.tiles(extent) for extent in EXTENTS]
     return (m.mean(), m.active(), m.exceeds(LARGE_ROWS), *(t[0] for t in tiles), *(t[1] for t in tiles))

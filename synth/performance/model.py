@@ -2,6 +2,9 @@
 
 The analytic model carries what extrapolates (bytes, waves, main loop steps); a forest of extremely randomised trees
 on dimensionless features learns what it misses, as the logarithm of measured over analytic time.
+
+Since the features have no units, what a forest learned on one device says something of another. A device without
+timings, or with few, borrows the *structure* of a fitted one: its forests, over constants of its own.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import io
 import json
 import math
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,7 @@ from numpy.typing import NDArray
 from sklearn.ensemble import ExtraTreesRegressor
 
 from synth.catalog.devices import Device, get_device
+from synth.catalog.legality import runnable_ids, smem_block_bytes
 from synth.catalog.shapes import MoEShape
 from synth.catalog.tactics import STAGES, Tactic, TacticTable, load_table
 from synth.errors import SynthError
@@ -33,7 +37,7 @@ from synth.performance.roofline import DEFAULTS, Hardware, Roofline, TacticColum
 from synth.performance.routing import UNIFORM, Routing
 
 #: Version of the model file and of the features; a file of another one has to be fitted again.
-FORMAT = 2
+FORMAT = 3
 #: Largest model file that is read, unpacked, in bytes.
 _MAX_UNPACKED = 256 * 1024 * 1024
 #: Most files in a model archive.
@@ -48,7 +52,9 @@ _CLOSE = 0.3
 SWEPT = 0.95
 #: Fewer swept buckets than this don't make a choice forest.
 _LEAST_SWEPT = 24
-#: The one forest of a device of which only a sample was timed: its trees reproduce every timing.
+#: … and neither do fewer shapes than this, where there is a structure to borrow: it knows more of other shapes.
+_LEAST_SHAPES = 8
+#: The residual forest of a device of which only a sample was timed: its trees reproduce every timing.
 _SPARSE_TREES = 60
 _SPARSE_FEATURES = 0.9
 _PARAMETERS = ("choice_trees", "time_trees", "leaf", "features", "near", "far", "seed")
@@ -126,7 +132,8 @@ class PerformanceModel:
     log(ms / analytic ms): absolute times, for margins and durations.
 
     The best of a bucket is only known where it was swept, so that the choice forest is fitted on swept buckets. Where
-    there are hardly any, a time forest of another kind does both: it is fitted on all timings and reproduces them.
+    there are hardly any, a *residual* forest takes the place of both: it is fitted on all timings and reproduces them.
+    It corrects what is believed without timings: the analytic model, or one with the structure of another device.
 
     Parameters
     ----------
@@ -144,6 +151,8 @@ class PerformanceModel:
         Seed of the forests and of the sample.
     jobs : int
         Threads that grow trees; the result doesn't depend on it.
+    start : PerformanceModel, optional
+        What is believed of the device without timings; a few of them correct it.
 
     Attributes
     ----------
@@ -155,7 +164,11 @@ class PerformanceModel:
         Digest of the timings.
     roofline_ : Roofline
     choice_, time_ : Forest or None
-        Both None for an analytic model, the first for one of a sample.
+        Both None without a structure. Of another device, if `borrowed_` says so.
+    residual_ : Forest or None
+        What a sample of timings says beyond those.
+    borrowed_ : str
+        Where the structure is from, such as ``"NVIDIA H200 fp8"``; empty for a device's own forests, or for none.
     spread_ : float
         Factor from the trees' disagreement to the standard deviation of a prediction's logarithm.
     held_out_ : dict
@@ -175,6 +188,7 @@ class PerformanceModel:
         far: float = 0.03,
         seed: int = 0,
         jobs: int = 2,
+        start: PerformanceModel | None = None,
     ) -> None:
         self.choice_trees = choice_trees
         self.time_trees = time_trees
@@ -184,6 +198,7 @@ class PerformanceModel:
         self.far = far
         self.seed = seed
         self.jobs = jobs
+        self.start = start
 
     origin_: Origin
     shapes_: tuple[tuple[str, str], ...]
@@ -191,6 +206,8 @@ class PerformanceModel:
     roofline_: Roofline
     choice_: Forest | None
     time_: Forest | None
+    residual_: Forest | None
+    borrowed_: str
     spread_: float
     held_out_: dict[str, Any]
     calibration_: dict[str, float]
@@ -210,13 +227,12 @@ class PerformanceModel:
         fitted = np.unique(table.shape).tolist()
         self.shapes_ = tuple((timings.labels[i], str(timings.shapes[i])) for i in fitted)
         self.digest_ = digest(timings)
-        self.spread_ = 1.0
-        self.held_out_ = {}
-        self.calibration_ = {}
         keys, bucket = table.buckets()
-        swept = swept_buckets(self._table, keys, bucket)
-        if swept.sum() < _LEAST_SWEPT:
-            return self._fit_sample(Cells.of(table), table.ms, Roofline())
+        swept = swept_buckets(table, keys, bucket)
+        few_shapes = self.start is not None and len(np.unique(keys[swept, 0])) < _LEAST_SHAPES
+        if swept.sum() < _LEAST_SWEPT or few_shapes:
+            start = self.start or PerformanceModel.analytic(self.origin_, self._table)
+            return self._fit_sample(Cells.of(table), table.ms, start)
         swept_row = swept[bucket]
         lost = np.where(swept_row, np.minimum(_relative(table), _REACH), 0.0)
         rng = np.random.default_rng(self.seed)
@@ -230,8 +246,8 @@ class PerformanceModel:
             w.select(reach), cells.tactic[reach], self._columns, self._hardware, table.ms[reach], seed=self.seed
         )
         analytic = self._analytic(w, cells)
-        best = least_by(row, analytic, len(site))[row] if swept.all() else self._best_analytic(cells)
-        relative = analytic / best
+        best = least_by(row, analytic, len(site)) if swept.all() else self._least_on_grid(cells, self.predict_analytic)
+        relative = analytic / best[row]
         x = _features(
             site, row[keep], cells.tactic[keep], w.select(keep), relative[keep], self._columns, self._hardware
         )
@@ -243,62 +259,69 @@ class PerformanceModel:
         return self
 
     @classmethod
-    def of_sample(
-        cls, origin: Origin, table: TacticTable, cells: Cells, ms: Floats, *, start: Roofline, seed: int = 0
-    ) -> PerformanceModel:
+    def of_sample(cls, start: PerformanceModel, cells: Cells, ms: Floats, *, seed: int = 0) -> PerformanceModel:
         """Return a model of some timings spread over a device's cells.
 
         Parameters
         ----------
+        start : PerformanceModel
+            What is believed of the device without them.
         cells, ms
             What was timed, each cell once, and its times in ms.
-        start : Roofline
-            Where the fit of the analytic constants starts, and what it keeps where the timings don't say otherwise.
         """
         model = cls(seed=seed)
-        model._bind(origin, table)
-        model.shapes_ = ()
-        model.digest_ = ""
-        model.spread_ = 1.0
-        model.held_out_ = {}
-        model.calibration_ = {}
+        model._bind(start.origin_, start.table)
         return model._fit_sample(cells, ms, start)
 
-    def _fit_sample(self, cells: Cells, ms: Floats, start: Roofline) -> PerformanceModel:
+    def _fit_sample(self, cells: Cells, ms: Floats, start: PerformanceModel) -> PerformanceModel:
         site, row = cells.sites()
         w = self._work(site, row, cells)
-        self.roofline_ = Roofline.fit(w, cells.tactic, self._columns, self._hardware, ms, seed=self.seed, start=start)
-        analytic = self._analytic(w, cells)
-        relative = analytic / self._best_analytic(cells)
+        self.roofline_, self.borrowed_ = start.roofline_, start.borrowed_
+        self.choice_, self.time_ = start.choice_, start.time_
+        if self.time_ is None:
+            self.roofline_ = Roofline.fit(
+                w, cells.tactic, self._columns, self._hardware, ms, seed=self.seed, start=start.roofline_
+            )
+        relative = self._analytic(w, cells) / self._least_on_grid(cells, self.predict_analytic)[row]
         x = _features(site, row, cells.tactic, w, relative, self._columns, self._hardware)
         forest = ExtraTreesRegressor(
             _SPARSE_TREES, max_features=_SPARSE_FEATURES, n_jobs=self.jobs, random_state=self.seed
         )
-        self.choice_ = None
-        self.time_ = Forest.of(forest.fit(x, np.log(ms / analytic)).estimators_)
+        before = self._on_grid(cells, lambda full: self._before_timings(full).ms)
+        self.residual_ = Forest.of(forest.fit(x, np.log(ms / before)).estimators_)
         return self
 
-    def _best_analytic(self, cells: Cells) -> Floats:
-        """Return the least analytic time of all tactics at each cell's site, shape (cells,)."""
-        site, row = cells.sites()
-        best = np.full(len(site), np.inf)
+    def _on_grid(self, cells: Cells, times: Callable[[Cells], Floats]) -> Floats:
+        """Return the times of cells, computed beside all the other tactics of their sites, shape (cells,)."""
+        _, row = cells.sites()
+        found = np.empty(len(cells))
+        for stage, at, full in self._grids(cells):
+            ids = np.array(self._table.ids(stage), dtype=np.int64)
+            ms = times(full).reshape(len(at), len(ids))
+            position = np.full(int(row.max()) + 1, -1)
+            position[row[at]] = np.arange(len(at))
+            mine = np.flatnonzero(cells.stage == stage)
+            found[mine] = ms[position[row[mine]], np.searchsorted(ids, cells.tactic[mine])]
+        return found
+
+    def _least_on_grid(self, cells: Cells, times: Callable[[Cells], Floats]) -> Floats:
+        """Return the least time of all tactics at each of the cells' sites, shape (sites,)."""
+        _, row = cells.sites()
+        least = np.full(int(row.max(initial=-1)) + 1, np.inf)
+        for _, at, full in self._grids(cells):
+            least[row[at]] = times(full).reshape(len(at), -1).min(axis=1)
+        return least
+
+    def _grids(self, cells: Cells) -> Iterator[tuple[int, Ints, Cells]]:
+        """Yield each stage, one of the cells of each of its sites, and all tactics at those sites."""
+        _, row = cells.sites()
         _, first = np.unique(row, return_index=True)
         for stage in STAGES:
             ids = np.array(self._table.ids(stage), dtype=np.int64)
-            mine = np.flatnonzero(cells.stage[first] == stage)
-            if not len(mine):
-                continue
-            at = first[mine]
-            full = Cells(
-                cells.shapes,
-                np.repeat(cells.shape[at], len(ids)),
-                np.repeat(cells.stage[at], len(ids)),
-                np.repeat(cells.tokens[at], len(ids)),
-                np.tile(ids, len(at)),
-                cells.routing,
-            )
-            best[mine] = self.predict_analytic(full).reshape(len(at), len(ids)).min(axis=1)
-        return np.asarray(best[row])
+            at = first[cells.stage[first] == stage]
+            if len(at):
+                shape, stages, tokens = (np.repeat(c[at], len(ids)) for c in (cells.shape, cells.stage, cells.tokens))
+                yield stage, at, Cells(cells.shapes, shape, stages, tokens, np.tile(ids, len(at)), cells.routing)
 
     def _grow(self, x: NDArray[np.float32], y: Floats, weight: Floats | None, trees: int, seed: int) -> Forest:
         forest = ExtraTreesRegressor(
@@ -307,18 +330,35 @@ class PerformanceModel:
         return Forest.of(forest.fit(x, y, sample_weight=weight).estimators_)
 
     @classmethod
-    def analytic(cls, origin: Origin, table: TacticTable) -> PerformanceModel:
-        """Return the model of a device without timings: the analytic model with its default constants."""
+    def analytic(
+        cls,
+        origin: Origin,
+        table: TacticTable,
+        roofline: Roofline | None = None,
+        structure: PerformanceModel | None = None,
+    ) -> PerformanceModel:
+        """Return the model of a device without timings.
+
+        Parameters
+        ----------
+        roofline : Roofline, optional
+            Its constants; the defaults if not given.
+        structure : PerformanceModel, optional
+            The model of another device or quantization whose forests correct the analytic model; otherwise nothing
+            does.
+        """
         model = cls()
         model._bind(origin, table)
-        model.shapes_ = ()
-        model.digest_ = ""
-        model.roofline_ = Roofline()
-        model.choice_ = model.time_ = None
-        model.spread_ = 1.0
-        model.held_out_ = {}
-        model.calibration_ = {}
+        model.roofline_ = roofline or Roofline()
+        if structure is not None:
+            model.choice_, model.time_, model.spread_ = structure.choice_, structure.time_, structure.spread_
+            model.borrowed_ = f"{structure.origin_.device} {structure.origin_.quant}"
         return model
+
+    @property
+    def analytical(self) -> bool:
+        """Whether no timing of its device went into the model."""
+        return not self.digest_ and self.residual_ is None
 
     @property
     def table(self) -> TacticTable:
@@ -341,15 +381,22 @@ class PerformanceModel:
         """
         if not len(cells):
             return Prediction(np.zeros(0), np.zeros(0), np.zeros(0))
-        if self.time_ is None:
+        before = self._before_timings(cells)
+        if self.residual_ is None:
+            return before
+        _, _, _, x = self._inputs(cells)
+        correction, sd = self.residual_.predict(x)
+        return Prediction(before.ms * np.exp(correction), self.spread_ * np.hypot(sd, _LEAST_SD), sd)
+
+    def _before_timings(self, cells: Cells) -> Prediction:
+        """Predict cells without what a sample of timings says."""
+        if self.time_ is None or self.choice_ is None:
             sd = np.full(len(cells), _ANALYTIC_SD)
             return Prediction(self.predict_analytic(cells), sd, sd / 2.0)
         row, analytic, relative, x = self._inputs(cells)
         log_ms, sd = self.time_.predict(x)
         log_ms += np.log(analytic)
         log_sd = self.spread_ * np.hypot(sd, _LEAST_SD)
-        if self.choice_ is None:
-            return Prediction(np.exp(log_ms), log_sd, sd)
         correction, choice_sd = self.choice_.predict(x)
         relative = _expected(relative) + correction
         # Anchor: the chosen tactic has its absolute time; close ones follow the choice forest, far ones their own.
@@ -358,13 +405,15 @@ class PerformanceModel:
         anchor = least_by(row, np.where(relative == least[row], log_ms, np.inf), count)
         behind = relative - least[row]
         log_ms = anchor[row] + np.where(behind < _CLOSE, behind, np.maximum(log_ms - anchor[row], _CLOSE))
+        if self.borrowed_:
+            log_sd, choice_sd = np.hypot(log_sd, _ANALYTIC_SD), np.hypot(choice_sd, _BORROWED_SD)
         return Prediction(np.exp(log_ms), log_sd, choice_sd)
 
     def draws(self, cells: Cells) -> Floats:
-        """Return what each tree of the time forest says of log ms, shape (trees, cells); as :meth:`predict`."""
-        assert self.time_ is not None
-        _, analytic, _, x = self._inputs(cells)
-        return self.time_.each(x) + np.log(analytic)
+        """Return what each tree of the residual forest says of log ms, shape (trees, cells); as :meth:`predict`."""
+        assert self.residual_ is not None
+        _, _, _, x = self._inputs(cells)
+        return self.residual_.each(x) + np.log(self._before_timings(cells).ms)
 
     def _inputs(self, cells: Cells) -> tuple[Ints, Floats, Floats, NDArray[np.float32]]:
         """Return each cell's site, its analytic time, that over the best of its site's cells, and the features."""
@@ -400,6 +449,7 @@ class PerformanceModel:
             "digest": self.digest_,
             "roofline": dict(zip(DEFAULTS, self.roofline_.constants, strict=True)),
             "spread": self.spread_,
+            "borrowed": self.borrowed_,
             "held_out": self.held_out_,
             "calibration": self.calibration_,
             "features": list(FEATURES),
@@ -458,14 +508,17 @@ class PerformanceModel:
             model.roofline_ = Roofline(tuple(float(meta["roofline"][name]) for name in DEFAULTS))
             if not all(-20.0 <= x <= 6.0 for x in model.roofline_.constants):
                 raise SynthError("its constants are out of range")
-            model.choice_, model.time_ = (
+            model.choice_, model.time_, model.residual_ = (
                 Forest.from_arrays(
                     {k.removeprefix(prefix): v for k, v in arrays.items() if k.startswith(prefix)}, len(FEATURES)
                 )
                 if any(k.startswith(prefix) for k in arrays)
                 else None
-                for prefix in ("choice_", "time_")
+                for prefix in ("choice_", "time_", "residual_")
             )
+            if (model.choice_ is None) != (model.time_ is None):
+                raise SynthError("it has one of two forests that go together")
+            model.borrowed_ = str(meta["borrowed"])
             model.spread_ = float(meta["spread"])
             if not 0.0 < model.spread_ < math.inf:
                 raise SynthError("its spread is no positive number")
@@ -490,7 +543,7 @@ class PerformanceModel:
         return h.hexdigest()
 
     def _arrays(self) -> dict[str, NDArray[Any]]:
-        forests = {"choice_": self.choice_, "time_": self.time_}
+        forests = {"choice_": self.choice_, "time_": self.time_, "residual_": self.residual_}
         return {p + k: v for p, forest in forests.items() if forest for k, v in forest.arrays().items()}
 
     def _bind(self, origin: Origin, table: TacticTable) -> None:
@@ -499,6 +552,10 @@ class PerformanceModel:
         device: Device = get_device(origin.device)
         self._hardware = Hardware.of(device, origin.quant)
         self._columns: TacticColumns = tactic_columns(table, self._hardware)
+        self.shapes_, self.digest_, self.borrowed_ = (), "", ""
+        self.choice_ = self.time_ = self.residual_ = None
+        self.spread_ = 1.0
+        self.held_out_, self.calibration_ = {}, {}
 
 
 def predictor(models: Mapping[str, PerformanceModel]) -> Callable[[MoEShape, str, int, int, Sequence[int]], Any]:
@@ -522,6 +579,8 @@ def predictor(models: Mapping[str, PerformanceModel]) -> Callable[[MoEShape, str
 
 #: Standard deviation of the analytic model's logarithm where nothing was timed: its error on the H200, widened.
 _ANALYTIC_SD = 0.25
+#: Deviation of the logarithm of close tactics' relative times where a structure is borrowed: what of it doesn't hold.
+_BORROWED_SD = 0.03
 #: Least standard deviation of a fitted prediction's logarithm before calibration: repeats differ by as much.
 _LEAST_SD = 0.004
 
@@ -609,9 +668,16 @@ def _features(
     return x
 
 
-def swept_buckets(table: TacticTable, keys: Ints, bucket: Ints) -> NDArray[np.bool_]:
-    """Return which of the buckets of :meth:`synth.measurements.Timings.buckets` were swept, shape (buckets,)."""
-    tactics = np.array([len(table.ids(stage)) for stage in STAGES])[keys[:, 1] - 1]
+def swept_buckets(timings: Timings, keys: Ints, bucket: Ints) -> NDArray[np.bool_]:
+    """Return which of the buckets of :meth:`synth.measurements.Timings.buckets` were swept, shape (buckets,).
+
+    A bucket is swept where nearly all tactics that can run on its shape were timed.
+    """
+    table = timings.table
+    smem = smem_block_bytes(timings.origin.device, table.arch)
+    kinds = {(i, stage) for i, stage, _ in keys.tolist()}
+    runnable = {(i, stage): len(runnable_ids(table, stage, timings.shapes[i], smem)) for i, stage in kinds}
+    tactics = np.array([runnable[i, stage] for i, stage, _ in keys.tolist()])
     return np.asarray(np.bincount(bucket, minlength=len(keys)) >= SWEPT * tactics)
 
 

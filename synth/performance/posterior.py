@@ -21,6 +21,7 @@ import numpy as np
 from numpy.polynomial.hermite_e import hermegauss
 from numpy.typing import NDArray
 
+from synth.catalog.legality import runnable_ids, smem_block_bytes
 from synth.catalog.shapes import MoEShape
 from synth.catalog.tactics import STAGES
 from synth.measurements import Timings
@@ -175,7 +176,8 @@ def believe(
     without : collection of (int, int)
         (tokens, tactic) that are no candidates, since they failed.
     """
-    ids = np.array(model.table.ids(stage), dtype=np.int64)
+    smem = smem_block_bytes(model.origin_.device, model.table.arch)
+    ids = np.array(runnable_ids(model.table, stage, shape, smem), dtype=np.int64)
     counts = np.unique(np.concatenate([np.asarray(buckets, dtype=np.int64), timed.tokens if timed else ids[:0]]))
     tokens, tactic = np.repeat(counts, len(ids)), np.tile(ids, len(counts))
     one = np.ones(len(tokens), dtype=np.int64)

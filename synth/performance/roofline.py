@@ -272,7 +272,7 @@ class Roofline:
 
     def predict(self, w: Work, tactic: Ints, columns: TacticColumns, hardware: Hardware) -> Floats:
         """Return the predicted time of each cell in ms."""
-        return _time(np.array(self.constants), w, columns.select(tactic), hardware)
+        return modelled_ms(np.array(self.constants), w, columns.select(tactic), hardware)
 
     @classmethod
     def fit(
@@ -305,14 +305,28 @@ class Roofline:
         def residual(x: NDArray[np.float64]) -> Floats:
             # A weak pull towards the defaults keeps constants that these timings don't show.
             pull = 0.05 * (x - begin)
-            return np.concatenate([np.log(_time(x, part, c, hardware)) - target, pull])
+            return np.concatenate([np.log(modelled_ms(x, part, c, hardware)) - target, pull])
 
         begin = np.array((start or cls()).constants)
         fitted = least_squares(residual, begin, loss="soft_l1", f_scale=0.1, max_nfev=60, bounds=(-20.0, 6.0))
-        return cls(tuple(float(f"{x:.6g}") for x in fitted.x))
+        return cls(rounded(fitted.x))
 
 
-def _time(x: Floats, w: Work, c: TacticColumns, hardware: Hardware) -> Floats:
+def rounded(constants: Floats) -> tuple[float, ...]:
+    """Return constants to 6 significant digits, so that they don't depend on the machine."""
+    return tuple(float(f"{x:.6g}") for x in constants)
+
+
+def modelled_ms(x: Floats, w: Work, c: TacticColumns, hardware: Hardware) -> Floats:
+    """Return the time of cells in ms, shape (cells,).
+
+    Parameters
+    ----------
+    x : ndarray of float64, shape (len(DEFAULTS),)
+        The constants, in the order of ``DEFAULTS``.
+    w, c
+        The cells' work, and the tactic of each.
+    """
     g = dict(zip(_NAMES, x, strict=True))
     exp = np.exp
     area = c.m * c.n / 16384.0

@@ -50,7 +50,7 @@ _ONE = 1 << 40
 _EXPERT_COLUMNS = ("expert", "expert_id")
 _LAYER_COLUMNS = ("layer", "layer_id")
 _COUNT_COLUMNS = ("count", "tokens")
-_FORMS = "give uniform, zipf:1.2, hot:1, or a file of tokens per expert (text, CSV or JSON)"
+_FORMS = "give uniform, balanced, zipf:1.2, hot:1, or a file of tokens per expert (text, CSV or JSON)"
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,8 @@ class Routing:
         The counts name their experts and leave out those without tokens, so that a model may have more.
     layers : int
         Layers that were counted.
+    is_balanced : bool
+        Nothing is left to chance: tokens are dealt to the experts in turn.
     """
 
     text: str = field(default="uniform", compare=False)
@@ -81,11 +83,12 @@ class Routing:
     weights: tuple[float, ...] = ()
     padded: bool = False
     layers: int = field(default=0, compare=False)
+    is_balanced: bool = False
 
     @property
     def is_uniform(self) -> bool:
         """Every expert is equally likely, as in every timing."""
-        return self.exponent == 0.0 and self.hot == 0 and not self.weights
+        return self.exponent == 0.0 and self.hot == 0 and not self.weights and not self.is_balanced
 
     def __str__(self) -> str:
         return self.text
@@ -94,6 +97,14 @@ class Routing:
     def uniform(cls) -> Routing:
         """Return the routing of the timings: every expert is equally likely."""
         return cls()
+
+    @classmethod
+    def balanced(cls) -> Routing:
+        """Return the routing of many public benchmarks: tokens are dealt to the experts in turn.
+
+        No two experts differ by more than one row, so few tokens reach more experts than uniform routing lets them.
+        """
+        return cls("balanced", is_balanced=True)
 
     @classmethod
     def zipf(cls, exponent: float) -> Routing:
@@ -173,7 +184,7 @@ class Routing:
     def parse(cls, text: str) -> Routing:
         """Read what ``--routing`` takes.
 
-        - ``uniform``, ``zipf:1.2`` or ``hot:1``;
+        - ``uniform``, ``balanced``, ``zipf:1.2`` or ``hot:1``;
         - a text file with tokens per expert, one number a line;
         - a CSV with a header: ``expert,count``, with or without ``layer``, in any order (SGLang's ``layer_id`` and
           ``expert_id`` too). Rows of the same expert add up, experts that are missing have no tokens;
@@ -187,6 +198,8 @@ class Routing:
         """
         if text == "uniform":
             return cls.uniform()
+        if text == "balanced":
+            return cls.balanced()
         name, colon, value = text.partition(":")
         if colon and name in ("zipf", "hot"):
             kind = {"zipf": "zipf:1.2", "hot": "hot:1"}[name]
@@ -241,6 +254,9 @@ class Routing:
         ndarray of int64, shape (tokens, top_k)
             Expert ids, from 0 on.
         """
+        if self.is_balanced:
+            dealt = np.arange(tokens * top_k, dtype=np.int64).reshape(tokens, top_k) % experts
+            return np.asarray(rng.permutation(experts)[dealt])
         share = _in_whole_numbers(self.inclusion(experts, top_k), top_k)[rng.permutation(experts)]
         picked = np.empty((tokens, top_k), dtype=np.int64)
         # In whole numbers no rounding can repeat an expert or lose one. In parts, for the memory of large batches.
@@ -258,7 +274,8 @@ class Routing:
     def record(self) -> dict[str, Any]:
         """Return what a config's sidecar says of the routing: its name, a digest, and a summary of counts."""
         weights = list(self.weights)
-        content = json.dumps([self.exponent, self.hot, self.padded, [f"{w:.12g}" for w in weights]])
+        parts = [self.exponent, self.hot, self.padded, [f"{w:.12g}" for w in weights]]
+        content = json.dumps([*parts, "balanced"] if self.is_balanced else parts)
         found: dict[str, Any] = {"text": self.text, "digest": hashlib.sha256(content.encode()).hexdigest()[:16]}
         if weights:
             found["counted"] = {

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from synth.catalog.devices import find_devices, slug
+from synth.catalog.legality import runnable_ids, smem_block_bytes
 from synth.catalog.shapes import ACTIVATIONS, Deployment, MoEShape, check_supported
 from synth.catalog.tactics import DEFAULT_FLASHINFER, STAGES, TacticTable, load_table
 from synth.errors import SynthError
@@ -315,8 +316,8 @@ def _candidates(
     predict: Predict | None,
     seed: int,
 ) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """Return the ids of a stage, the most promising first, and their predicted times."""
-    ids = list(table.ids(stage))
+    """Return the ids of a stage that can run, the most promising first, and their predicted times."""
+    ids = list(runnable_ids(table, stage, layer.shape, smem_block_bytes(device, table.arch), layer.activation))
     predicted = predict(layer.shape, layer.quant, stage, tokens, ids) if predict is not None else None
     if predicted is not None:
         ms = dict(zip(ids, map(float, predicted), strict=True))

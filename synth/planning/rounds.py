@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from synth.catalog.legality import runnable_ids, smem_block_bytes
 from synth.catalog.tactics import STAGES, load_table
 from synth.measurements import Origin, Timings
 from synth.performance.geometry import Floats, Ints, least_by
 from synth.performance.model import Cells, PerformanceModel
 from synth.performance.posterior import Posterior, Timed, believe, timed_of
-from synth.performance.roofline import Roofline
 from synth.planning.picks import Pick, Seen, Strategy
 from synth.planning.plan import Layer, Plan, timing_seconds
 
@@ -228,52 +228,48 @@ class NewDevice:
 
     Parameters
     ----------
-    device, arch, flashinfer : str
-        As in :class:`synth.measurements.Origin`.
+    starts : mapping of str to PerformanceModel
+        By quantization: what is believed of the device without timings, see :meth:`PerformanceModel.analytic`. Layers
+        of other quantizations are passed over.
     layers : sequence of Layer
     buckets : sequence of int
         Token counts.
-    start : Roofline, optional
-        Analytic constants to begin with; the defaults if not given.
+    turns : sequence of collections of int
+        Groups of layers that are settled one after the other: the first in at most half of the time, the others in
+        equal parts of the rest, and what one doesn't need is left to the next. All at once if not given.
     seed : int
         Seed of the first round and of the trees.
-    without : collection of str
-        Quantizations whose layers are passed over.
     """
 
     def __init__(
         self,
-        device: str,
-        arch: str,
-        flashinfer: str,
+        starts: Mapping[str, PerformanceModel],
         layers: Sequence[Layer],
         buckets: Sequence[int],
         *,
-        start: Roofline | None = None,
+        turns: Sequence[Collection[int]] = (),
         seed: int = 0,
-        without: Collection[str] = (),
     ) -> None:
         counts = tuple(sorted(set(buckets)))
-        quants = dict.fromkeys(layer.quant for layer in layers if layer.quant not in without)
         self._samples = [
-            _Sample(
-                Origin.make(device, arch, quant, flashinfer),
-                [i for i, layer in enumerate(layers) if layer.quant == quant],
-                layers,
-                counts,
-                start or Roofline(),
-                seed,
-            )
-            for quant in quants
+            _Sample(start, [i for i, layer in enumerate(layers) if layer.quant == quant], layers, counts, turns, seed)
+            for quant, start in starts.items()
+            if any(layer.quant == quant for layer in layers)
         ]
+        self._open = list(range(len(self._samples)))
 
     def next(self, seen: Sequence[Seen], most: int, seconds: float) -> list[Pick]:
         """See :class:`synth.planning.picks.Strategy`."""
-        every = sum(len(sample) for sample in self._samples)
         picks: list[Pick] = []
-        for sample in self._samples:
-            share = len(sample) / every
-            picks += sample.next(seen, math.ceil(most * share), seconds * share)
+        while self._open and not picks and most > 0 and seconds > 0:
+            every = sum(len(self._samples[i]) for i in self._open)
+            for i in list(self._open):
+                share = len(self._samples[i]) / every
+                some = self._samples[i].next(seen, math.ceil(most * share), seconds * share)
+                if not some:
+                    # What one quantization doesn't need is left to the others.
+                    self._open.remove(i)
+                picks += some
         return picks
 
     def chosen(self, seen: Sequence[Seen]) -> list[Pick]:
@@ -286,22 +282,27 @@ class _Sample:
 
     def __init__(
         self,
-        origin: Origin,
+        start: PerformanceModel,
         members: Sequence[int],
         layers: Sequence[Layer],
         counts: Sequence[int],
-        start: Roofline,
+        turns: Sequence[Collection[int]],
         seed: int,
     ) -> None:
-        self._origin, self._start, self._seed = origin, start, seed
-        self._table = load_table(origin.arch, origin.quant, origin.flashinfer)
+        self._start, self._seed, self._table = start, seed, start.table
         self._members = np.array(members, dtype=np.int64)
+        smem = smem_block_bytes(start.origin_.device, self._table.arch)
+        runnable = {
+            (i, stage): runnable_ids(self._table, stage, layers[m].shape, smem, layers[m].activation)
+            for i, m in enumerate(members)
+            for stage in STAGES
+        }
         grid = [
             (i, stage, tokens, tactic)
             for i in range(len(members))
             for stage in STAGES
             for tokens in counts
-            for tactic in self._table.ids(stage)
+            for tactic in runnable[i, stage]
         ]
         shape, stage, tokens, tactic = np.array(grid, dtype=np.int64).T
         self._cells = Cells([layers[i].shape for i in members], shape, stage, tokens, tactic)
@@ -310,34 +311,54 @@ class _Sample:
         self._place = np.concatenate([[0], np.cumsum(change)]).astype(np.int64)
         self._places = int(self._place[-1]) + 1
         self._row = {Pick(members[i], *rest): row for row, (i, *rest) in enumerate(grid)}
-        self._fitted: tuple[int, _Look] | None = None
+        # What is settled in turn: places, and the share of the whole budget at which their turn ends.
+        member = shape[np.searchsorted(self._place, np.arange(self._places))]
+        groups = [np.isin(self._members, list(turn))[member] for turn in turns]
+        groups = [group for group in groups if group.any()] or [np.ones(self._places, dtype=bool)]
+        after = 0.5 / max(len(groups) - 1, 1)
+        self._turns = [(group, 1.0 - (len(groups) - 1 - n) * after) for n, group in enumerate(groups)]
+        self._budget: tuple[int, float] | None = None
+        self._fitted: tuple[tuple[int, bytes], _Look] | None = None
 
     def __len__(self) -> int:
         return len(self._cells)
 
     def next(self, seen: Sequence[Seen], most: int, seconds: float) -> list[Pick]:
         mine = [s for s in seen if s.pick in self._row]
-        if most <= 0 or seconds <= 0:
-            return []
+        self._budget = self._budget or (most, seconds)
+        while self._turns and most > 0 and seconds > 0:
+            places, end = self._turns[0]
+            # Of what is without a limit, any share is left.
+            count = most - math.floor((1.0 - end) * self._budget[0])
+            time = seconds if math.isinf(seconds) else seconds - (1.0 - end) * self._budget[1]
+            if count > 0 and time > 0 and (picks := self._round(mine, places, count, time)):
+                return picks
+            self._turns.pop(0)
+        return []
+
+    def _round(self, mine: Sequence[Seen], places: NDArray[np.bool_], most: int, seconds: float) -> list[Pick]:
+        """Return the picks of one round among some places."""
         timed = np.array([self._row[s.pick] for s in mine], dtype=np.int64)
-        if len(mine) < min(_FIRST, self._places) or all(math.isnan(s.ms) for s in mine):
-            return self._spread(timed, min(most, _FIRST, self._places), seconds)
-        look = self._look(mine)
+        begun = int(places[self._place[timed]].sum())
+        at_first = min(_FIRST, int(places.sum()))
+        if begun < at_first or all(math.isnan(s.ms) for s in mine):
+            return self._spread(timed, places, min(most, at_first), seconds)
+        look = self._look(mine, places)
         gain = look.gain.copy()
         gain[np.isin(look.rows, timed)] = 0.0
         # At most one a place: the next round knows more.
         best = _first_of_each(self._place[look.rows], -gain)
         best = best[gain[best] > ENOUGH]
         ranked = best[np.argsort(-gain[best], kind="stable")]
-        if not len(ranked) and len(mine) < _FIRST:
+        if not len(ranked) and begun < _FIRST:
             # So few that all trees say the same.
-            return self._spread(timed, min(most, _LEAST_NEW), seconds)
-        size = min(most, max(_LEAST_NEW, round(_GROWTH * len(mine))))
+            return self._spread(timed, places, min(most, _LEAST_NEW), seconds)
+        size = min(most, max(_LEAST_NEW, round(_GROWTH * begun)))
         cost = np.cumsum(timing_seconds(np.exp(look.mean[ranked])))
         return [self._pick(int(row)) for row in look.rows[ranked[: min(size, int((cost <= seconds).sum()) + 1)]]]
 
     def chosen(self, seen: Sequence[Seen]) -> list[Pick]:
-        look = self._look([s for s in seen if s.pick in self._row])
+        look = self._look([s for s in seen if s.pick in self._row], np.ones(self._places, dtype=bool))
         return [self._pick(int(look.rows[i])) for i in look.best]
 
     def _pick(self, row: int) -> Pick:
@@ -347,17 +368,16 @@ class _Sample:
     def _plausible(self, analytic: Floats) -> NDArray[np.bool_]:
         return analytic <= _PLAUSIBLE * least_by(self._place, analytic, self._places)[self._place]
 
-    def _spread(self, timed: Ints, size: int, seconds: float) -> list[Pick]:
-        """Spread over places at random, those timed least first, each with a plausible tactic."""
+    def _spread(self, timed: Ints, places: NDArray[np.bool_], size: int, seconds: float) -> list[Pick]:
+        """Spread over some places at random, those timed least first, each with a plausible tactic."""
         rng = np.random.default_rng([self._seed, len(timed)])
-        model = PerformanceModel.analytic(self._origin, self._table)
-        model.roofline_ = self._start
-        analytic = model.predict_analytic(self._cells)
+        analytic = self._start.predict_analytic(self._cells)
         open_ = self._plausible(analytic)
         open_[timed] = False
         before = np.bincount(self._place[timed], minlength=self._places)
         picks: list[Pick] = []
-        for place in np.lexsort((rng.random(self._places), before))[:size].tolist():
+        order = np.lexsort((rng.random(self._places), before))
+        for place in order[places[order]][:size].tolist():
             rows = np.flatnonzero(open_ & (self._place == place))
             if not len(rows) or seconds <= 0:
                 continue
@@ -366,21 +386,21 @@ class _Sample:
             seconds -= timing_seconds(float(analytic[row]))
         return picks
 
-    def _look(self, mine: Sequence[Seen]) -> _Look:
-        """Fit the timings and return what the trees say of the plausible cells."""
-        if self._fitted is not None and self._fitted[0] == len(mine):
+    def _look(self, mine: Sequence[Seen], places: NDArray[np.bool_]) -> _Look:
+        """Fit the timings and return what the trees say of the plausible cells in some places."""
+        key = len(mine), places.tobytes()
+        if self._fitted is not None and self._fitted[0] == key:
             return self._fitted[1]
         rows = np.array([self._row[s.pick] for s in mine], dtype=np.int64)
         ms = np.array([s.ms for s in mine])
         good = ~np.isnan(ms)
         model = PerformanceModel.of_sample(
-            self._origin, self._table, self._cells.select(rows[good]), ms[good], start=self._start,
-            seed=self._seed + len(mine),
-        )  # fmt: skip
+            self._start, self._cells.select(rows[good]), ms[good], seed=self._seed + len(mine)
+        )
         may = self._plausible(model.predict_analytic(self._cells))
         may[rows[good]] = True
         may[rows[~good]] = False
-        found = np.flatnonzero(may)
+        found = np.flatnonzero(may & places[self._place])
         draws = model.draws(self._cells.select(found))
         mean = draws.mean(axis=0)
         place = self._place[found]
@@ -393,7 +413,7 @@ class _Sample:
         # The best itself is worth as much as its strongest rival: timing either tells them apart.
         gain[best] = -least_by(place, -rivals, self._places)[place[best]]
         look = _Look(found, mean, best, gain)
-        self._fitted = (len(mine), look)
+        self._fitted = (key, look)
         return look
 
 
@@ -427,7 +447,13 @@ def _first_of_each(group: Ints, score: Floats) -> Ints:
 
 
 def decide_by_rounds(
-    plan: Plan, models: Mapping[str, PerformanceModel], timings: Sequence[Timings] = (), *, at_once: int = 1
+    plan: Plan,
+    models: Mapping[str, PerformanceModel],
+    timings: Sequence[Timings] = (),
+    *,
+    starts: Mapping[str, PerformanceModel] | None = None,
+    turns: Sequence[Collection[int]] = (),
+    at_once: int = 1,
 ) -> Strategy:
     """Return the strategy for a plan: by the models where there are some, from nothing elsewhere.
 
@@ -437,16 +463,27 @@ def decide_by_rounds(
         By quantization.
     timings : sequence of Timings
         What was timed before on this device.
+    starts : mapping of str to PerformanceModel, optional
+        By quantization: what is believed where there is no model; the analytic model with its default constants if
+        not given.
+    turns : sequence of collections of int
+        See :class:`NewDevice`.
     at_once : int
         GPUs that share the work.
     """
     buckets = sorted({batch.tokens for batch in plan.batches})
-    known = {layer.quant for layer in plan.layers if layer.quant in models}
+    quants = dict.fromkeys(layer.quant for layer in plan.layers)
+    known = [q for q in quants if q in models]
     strategies: list[Strategy] = []
     if known:
         before = {t.origin.quant: t for t in timings if t.origin.quant in known}
         strategies.append(KnownDevice(models, plan.layers, buckets, timings=before, at_once=at_once))
-    if any(layer.quant not in known for layer in plan.layers):
-        new = NewDevice(plan.device, plan.arch, plan.flashinfer, plan.layers, buckets, seed=plan.seed, without=known)
-        strategies.append(new)
+    if len(known) < len(quants):
+        begin = {q: (starts or {}).get(q) or _default(plan, q) for q in quants if q not in known}
+        strategies.append(NewDevice(begin, plan.layers, buckets, turns=turns, seed=plan.seed))
     return strategies[0] if len(strategies) == 1 else Together(strategies)
+
+
+def _default(plan: Plan, quant: str) -> PerformanceModel:
+    origin = Origin.make(plan.device, plan.arch, quant, plan.flashinfer)
+    return PerformanceModel.analytic(origin, load_table(plan.arch, quant, plan.flashinfer))

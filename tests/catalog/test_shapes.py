@@ -21,6 +21,7 @@ from synth.catalog.shapes import (
     load_models,
     model_from_config,
     padded_shape,
+    select,
 )
 from synth.catalog.tactics import QUANTS
 from synth.errors import SynthError, UnsupportedShapeError
@@ -121,9 +122,11 @@ class TestCatalogue:
             check_supported(d.shape, quant)
 
     def test_deployments_can_leave_out_what_is_not_supported(self) -> None:
-        oss = find_model("gpt-oss-20b")
-        assert [d.quant for d in deployments([oss])] == ["bf16", "bf16", "mxfp8_mxfp4", "mxfp8_mxfp4"]
-        assert [d.label for d in deployments([oss], supported=True)] == ["gpt-oss-20b", "gpt-oss-20b-tp2"]
+        gemma = find_model("gemma-4-26b-a4b")
+        every = [d.label for d in deployments([gemma], quants=["nvfp4"])]
+        assert every == ["gemma-4-26b-a4b", "gemma-4-26b-a4b-tp2"]
+        # 704 / 2 is not a multiple of 64, and no engine pads a gated NVFP4 layer.
+        assert [d.label for d in deployments([gemma], quants=["nvfp4"], supported=True)] == every[:1]
 
 
 class TestFindModel:
@@ -170,9 +173,66 @@ class TestDeploy:
         assert find_model("gpt-oss-20b").deploy(2, 1, "bf16").bias
 
     @pytest.mark.parametrize(
+        ("model", "tp", "quant", "hidden", "inter"),
+        [
+            ("gpt-oss-120b", 1, "mxfp8_mxfp4", 2944, 2944),
+            ("gpt-oss-120b", 2, "mxfp8_mxfp4", 2944, 1536),
+            ("gpt-oss-120b", 4, "mxfp8_mxfp4", 2944, 768),
+            ("gpt-oss-120b", 8, "mxfp8_mxfp4", 2944, 384),
+            ("gpt-oss-120b", 4, "bf16", 2880, 768),
+            ("nemotron-3-nano", 1, "nvfp4", 2688, 1920),
+            ("nemotron-3-nano", 2, "nvfp4", 2688, 1024),
+            ("nemotron-3-nano", 1, "fp8", 2688, 1856),
+            ("qwen3-30b-a3b", 4, "mxfp8_mxfp4", 2048, 256),
+            ("qwen3-30b-a3b", 4, "nvfp4", 2048, 192),
+            ("qwen3-30b-a3b", 8, "nvfp4", 2048, 96),
+            ("gemma-4-26b-a4b", 2, "nvfp4", 2816, 352),
+        ],
+    )
+    def test_padded_where_the_kernels_need_it_and_an_engine_does_it(
+        self, model: str, tp: int, quant: str, hidden: int, inter: int
+    ) -> None:
+        shape = find_model(model).deploy(tp, 1, quant).shape
+        assert (shape.hidden, shape.inter) == (hidden, inter)
+
+    @pytest.mark.parametrize(
+        ("tp", "message"),
+        [
+            (2, r"gemma-4-26b-a4b-tp2 nvfp4: inter on a rank 352 .*\(pad it to 384\).*; --tp 1, 11 fit nvfp4$"),
+            (3, r"--tp 3 doesn't divide the intermediate size 704; --tp 1, 11 fit nvfp4$"),
+        ],
+    )
+    def test_a_refused_deployment_names_the_tp_sizes_that_fit(self, tp: int, message: str) -> None:
+        with pytest.raises(SynthError, match=message):
+            select([find_model("gemma-4-26b-a4b")], ["nvfp4"], quant="nvfp4", tp=tp, named=True)
+
+    def test_a_layer_that_no_split_helps_says_so(self) -> None:
+        odd = replace(find_model("olmoe"), hidden=2056, deployments=((2, 1),))
+        with pytest.raises(UnsupportedShapeError, match="no --tp fits nvfp4"):
+            select([odd], ["nvfp4"], quant="nvfp4", named=True)
+
+    def test_what_one_engine_passes(self) -> None:
+        nano = find_model("nemotron-3-nano").deploy(1, 1, "fp8")
+        assert nano.shape_for("vllm").inter == 1920
+        assert nano.shape_for("sglang") == nano.shape
+        # 7688 / 8 = 961 of NemotronH in fp8.
+        hybrid = replace(find_model("nemotron-3-nano"), inter=7688).deploy(8, 1, "fp8")
+        assert (hybrid.shape_for("vllm").inter, hybrid.shape_for("sglang").inter) == (1024, 976)
+        for engine in ("vllm", "sglang"):
+            for d in deployments(load_models(), quants=["bf16"]):
+                assert d.shape_for(engine) == d.shape
+
+    def test_tp_sizes(self) -> None:
+        gemma = find_model("gemma-4-26b-a4b")
+        assert gemma.tp_sizes(1, "nvfp4") == (1, 11)
+        assert gemma.tp_sizes(1, "bf16") == (1, 2, 4, 8, 11)
+        assert find_model("qwen3-30b-a3b").tp_sizes(1, "nvfp4") == (1, 2, 3, 4, 6, 12)
+        assert find_model("deepseek-v3").tp_sizes(1, "nvfp4") == (1, 2, 4, 8, 16)
+
+    @pytest.mark.parametrize(
         ("tp", "ep", "quant", "message"),
         [
-            (3, 1, "bf16", "--tp 3 doesn't divide the intermediate size 1024"),
+            (3, 1, "bf16", "--tp 3 doesn't divide the intermediate size 1024; --tp 1, 2, 4, 8, 16 fit bf16"),
             (1, 7, "bf16", "--ep 7 doesn't divide the 64 experts"),
             (0, 1, "bf16", "--tp 0"),
             (1, 0, "bf16", "--ep 0"),
@@ -202,11 +262,27 @@ class TestSupport:
     @pytest.mark.parametrize(
         ("shape", "quant", "message"),
         [
-            ("h4096-i352-e128-k8", "nvfp4", r"inter on a rank 352 is not a multiple of 64 \(pad it to 384\)"),
-            ("h2688-i1856-e128-k6-ungated", "nvfp4", r"1856 is not a multiple of 128 \(pad it to 1920\)"),
-            ("h2880-i2880-e32-k4", "mxfp8_mxfp4", r"hidden 2880 .*pad it to 2944.*inter on a rank 2880 .*2944"),
+            (
+                "h4096-i352-e128-k8",
+                "nvfp4",
+                r"inter on a rank 352 is not a multiple of 64 \(pad it to 384\).*no engine is known to pad",
+            ),
+            (
+                "h2688-i1856-e128-k6-ungated",
+                "nvfp4",
+                r"1856 is not a multiple of 128 \(pad it to 1920\).*vLLM pads it by itself",
+            ),
+            (
+                "h2880-i2880-e32-k4",
+                "mxfp8_mxfp4",
+                r"hidden 2880 .*pad it to 2944.*inter on a rank 2880 .*2944.*vLLM pads it",
+            ),
             ("h4100-i1024-e8-k2", "bf16", r"hidden 4100 is not a multiple of 8 \(pad it to 4104\)"),
-            ("h4096-i1032-e8-k2", "fp8", r"inter on a rank 1032 is not a multiple of 16 \(pad it to 1040\)"),
+            (
+                "h4096-i1032-e8-k2",
+                "fp8",
+                r"inter on a rank 1032 is not a multiple of 16 \(pad it to 1040\).*vLLM and SGLang pad",
+            ),
             ("h4112-i1024-e8-k2", "nvfp4", r"hidden 4112 is not a multiple of 32 \(pad it to 4128\)"),
         ],
     )

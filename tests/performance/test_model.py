@@ -493,7 +493,7 @@ def test_trees_of_a_sample_disagree_where_nothing_was_timed(few: Timings) -> Non
     part = sampled(few, 0.05)
     model = PerformanceModel().fit(part)
     cells = some_cells(few)
-    assert model.time_ is not None
+    assert model.residual_ is not None
     draws = model.draws(cells)
     assert draws.shape == (60, len(cells))
     np.testing.assert_allclose(np.exp(draws.mean(axis=0)), model.predict(cells).ms, rtol=1e-9)

@@ -257,7 +257,7 @@ def test_a_file_that_is_no_counts_is_refused_in_one_line(
 
 def test_what_cannot_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for path in ("no-such-file", str(tmp_path), "a\0b"):
-        with pytest.raises(SynthError, match=r"can't be read .*give uniform, zipf:1\.2"):
+        with pytest.raises(SynthError, match=r"can't be read .*give uniform, balanced, zipf:1\.2"):
             Routing.parse(path)
     monkeypatch.setattr(routing, "MAX_BYTES", 3)
     with pytest.raises(SynthError, match="larger than"):

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from synth.catalog.shapes import MoEShape
-from synth.measurements import Timings, load
+from synth.catalog.tactics import load_table
+from synth.measurements import Origin, Timings, load
 from synth.performance.model import PerformanceModel
 from synth.performance.posterior import timed_of
 from synth.performance.roofline import NEUTRAL, Roofline
@@ -21,6 +22,10 @@ from synth.planning.rounds import KnownDevice, NewDevice, Together, decide_by_ro
 BUCKETS = (1, 16, 256, 2048)
 LABELS = ("olmoe", "qwen3-30b-a3b", "qwen3-235b-tp4", "mixtral-8x7b-tp4")
 Times = dict[Pick, float]
+#: A device of which nothing is known but its data sheet.
+UNFITTED = PerformanceModel.analytic(
+    Origin.make("NVIDIA H200", "sm90", "bf16"), load_table("sm90", "bf16", "0.7.4"), Roofline(NEUTRAL)
+)
 
 
 @pytest.fixture(scope="module")
@@ -143,9 +148,7 @@ def test_a_failed_tactic_is_neither_chosen_nor_asked_for_again(
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_new_device_is_learned_from_nothing(layers: list[Layer], times: Times, seed: int) -> None:
     def run(most: int) -> float:
-        strategy = NewDevice(
-            "NVIDIA H200", "sm90", "0.7.4", layers, BUCKETS, start=Roofline(NEUTRAL), seed=seed
-        )  # fmt: skip
+        strategy = NewDevice({"bf16": UNFITTED}, layers, BUCKETS, seed=seed)
         seen, rounds = play(strategy, times, most)
         assert len({s.pick for s in seen}) == len(seen) <= most
         assert len(rounds) > 1
@@ -157,7 +160,7 @@ def test_a_new_device_is_learned_from_nothing(layers: list[Layer], times: Times,
 
 
 def test_a_new_device_never_chooses_what_failed(layers: list[Layer], times: Times) -> None:
-    strategy = NewDevice("NVIDIA H200", "sm90", "0.7.4", layers[:1], BUCKETS, start=Roofline(NEUTRAL))
+    strategy = NewDevice({"bf16": UNFITTED}, layers[:1], BUCKETS)
     seen: list[Seen] = []
     for _ in range(3):
         seen += [Seen(p, math.nan if p.tactic % 3 == 0 else times[p]) for p in strategy.next(seen, 40, math.inf)]
@@ -169,7 +172,7 @@ def test_a_new_device_never_chooses_what_failed(layers: list[Layer], times: Time
 
 def test_the_same_seed_gives_the_same_rounds(layers: list[Layer], times: Times) -> None:
     a, b = (
-        play(NewDevice("NVIDIA H200", "sm90", "0.7.4", layers, BUCKETS, seed=3), times, 60)[0] for _ in range(2)
+        play(NewDevice({"bf16": UNFITTED}, layers, BUCKETS, seed=3), times, 60)[0] for _ in range(2)
     )  # fmt: skip
     assert a == b
 

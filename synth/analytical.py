@@ -1,0 +1,130 @@
+"""What is believed of a device without timings: constants of its own, and the structure of a device with timings.
+
+The constants of the analytic model are fitted to public whole-layer measurements (``analytical.toml``; made by
+``benchmarks/constants.py``). The structure, what the forests of the shipped NVIDIA H200 models learned of tiles, waves
+and fills, has no units and is carried over: from the quantization whose kernels are of the same kind.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from dataclasses import dataclass
+from importlib import resources
+
+from synth.catalog.devices import Device, get_device
+from synth.catalog.kernels import load_kernels
+from synth.catalog.tactics import DEFAULT_FLASHINFER, STAGES, Tactic, TacticTable, load_table
+from synth.errors import SynthError
+from synth.measurements import Origin
+from synth.paths import find_model, shipped
+from synth.performance.model import PerformanceModel
+from synth.performance.roofline import DEFAULTS, Roofline
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+#: The device whose structure is carried over.
+STRUCTURE = "NVIDIA H200"
+
+
+@dataclass(frozen=True)
+class Constants:
+    """The analytic model's constants for the kernels of one architecture under one quantization.
+
+    Attributes
+    ----------
+    arch, quant : str
+    structure : str
+        Quantization of ``STRUCTURE`` whose forests correct it: those of the same kind of kernel.
+    roofline : Roofline
+    device : str
+        On which the layers were measured.
+    source : str
+        Of what they were fitted to.
+    """
+
+    arch: str
+    quant: str
+    structure: str
+    roofline: Roofline
+    device: str
+    source: str
+
+
+@functools.cache
+def load_constants() -> tuple[Constants, ...]:
+    """Return the constants of ``analytical.toml``."""
+    text = (resources.files("synth") / "analytical.toml").read_text(encoding="utf-8")
+    return tuple(
+        Constants(
+            row["arch"],
+            row["quant"],
+            row["structure"],
+            Roofline(tuple(float(row["roofline"][name]) for name in DEFAULTS)),
+            row["device"],
+            row["source"],
+        )
+        for row in tomllib.loads(text)["constants"]
+    )
+
+
+def constants_for(device: Device, quant: str) -> Constants | None:
+    """Return the constants of a device's architecture under a quantization."""
+    return next((c for c in load_constants() if (c.arch, c.quant) == (device.tactics_arch, quant)), None)
+
+
+def analytical_model(device: Device, quant: str, flashinfer: str = DEFAULT_FLASHINFER) -> PerformanceModel:
+    """Return what is believed of a device without timings.
+
+    Constants are those of its architecture and quantization. Without any, a device takes over the whole model of
+    ``STRUCTURE`` where that has the same architecture, and else the analytic model with its defaults.
+
+    Raises
+    ------
+    SynthError
+        When no tactics are known for the device, or a number that the model needs is not public.
+    """
+    table = load_table(device.tactics_arch, quant, flashinfer)
+    origin = Origin.make(device.name, device.tactics_arch, quant, flashinfer)
+    found = constants_for(device, quant)
+    if found is not None:
+        return PerformanceModel.analytic(origin, table, found.roofline, structure(found.structure))
+    if device.tactics_arch == get_device(STRUCTURE).tactics_arch and (same := structure(quant)) is not None:
+        return PerformanceModel.analytic(origin, table, same.roofline_, same)
+    return PerformanceModel.analytic(origin, table)
+
+
+def suspects(table: TacticTable) -> frozenset[tuple[int, Tactic]]:
+    """Return stages and tactics that an analytical model must not choose: those whose compiled kernel spills.
+
+    The analytic model doesn't know that registers ran out, and one such kernel was measured to be 18 times too slow,
+    see :attr:`synth.catalog.kernels.Kernel.spills`. A timing decides where there is one.
+    """
+    found = set()
+    for stage in STAGES:
+        try:
+            kernels = load_kernels(table.arch, table.quant, table.flashinfer, gated_gemm1=stage == 1)
+        except SynthError:  # nothing was compiled for this version
+            return frozenset()
+        found |= {(stage, t) for _, t in table.items(stage) if t in kernels and kernels[t].spills}
+    return frozenset(found)
+
+
+def start_of(origin: Origin) -> PerformanceModel | None:
+    """Return what timings of an origin correct; None for those of ``STRUCTURE``, and where too little is public."""
+    if origin.device == STRUCTURE:
+        return None
+    try:
+        return analytical_model(get_device(origin.device), origin.quant, origin.flashinfer)
+    except SynthError:
+        return None
+
+
+@functools.cache
+def structure(quant: str) -> PerformanceModel | None:
+    """Return the shipped model of ``STRUCTURE`` under a quantization; None where there is none."""
+    path = find_model([shipped("models")], STRUCTURE, quant, DEFAULT_FLASHINFER)
+    return PerformanceModel.load(path) if path else None
