@@ -295,7 +295,10 @@ def _from_timings(
     )
     # What is believed of each cell: candidates by the posterior, the rest shifted as their bucket's candidates are.
     row = posterior.rows(cells.tokens, cells.tactic)
-    believed = np.where(row >= 0, np.exp(posterior.mean[row]), np.nan)
+    # A model that reproduces these timings has in its predictions what they say of other cells already.
+    reproduced = model.residual_ is not None and model.knows(bound.places[mine[0]][0])
+    candidate_ms = np.where(at, times, ms) if reproduced else np.exp(posterior.mean[row])
+    believed = np.where(row >= 0, candidate_ms, np.nan)
     shift = np.array([np.nanmean(np.log(believed[site == j] / ms[site == j])) for j in mine])
     believed = np.where(row >= 0, believed, np.where(at, times, ms * np.exp(shift[site - mine[0]])))
     fast_only = np.where(row >= 0, believed, np.inf)

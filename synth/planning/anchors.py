@@ -10,7 +10,7 @@ from synth.catalog.shapes import MoEShape
 from synth.planning.plan import Layer, estimate_memory
 
 #: How many layers are enough: with more, each gets too few timings in a minute.
-ANCHORS = 6
+ANCHORS = 12
 #: Larger layers are passed over: allocating and filling their weights takes longer than timing them.
 _MOST_BYTES = 4 * 2**30
 

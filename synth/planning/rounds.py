@@ -30,6 +30,9 @@ _LEAST = 4
 #: On a new device: the first round, and the least of the later ones.
 _FIRST = 60
 _LEAST_NEW = 20
+#: Layers that aren't settled for their own sake get at most this many timings, in rounds of at least so many.
+_LATER = 160
+_LEAST_LATER = 50
 #: On a new device, tactics within this factor of the best analytic time come into question.
 _PLAUSIBLE = 2.0
 #: The timings of a layer end where the mean expected regret of its choices is below this (logarithm).
@@ -235,8 +238,9 @@ class NewDevice:
     buckets : sequence of int
         Token counts.
     turns : sequence of collections of int
-        Groups of layers that are settled one after the other: the first in at most half of the time, the others in
-        equal parts of the rest, and what one doesn't need is left to the next. All at once if not given.
+        Groups of layers that are timed one after the other. The first is settled, in at most half of the time. Each
+        later one is there for what it teaches of other layers: it gets an equal part of the rest and at most
+        ``_LATER`` timings, in few rounds. What a group doesn't need is left to the next. All at once if not given.
     seed : int
         Seed of the first round and of the trees.
     """
@@ -318,6 +322,7 @@ class _Sample:
         after = 0.5 / max(len(groups) - 1, 1)
         self._turns = [(group, 1.0 - (len(groups) - 1 - n) * after) for n, group in enumerate(groups)]
         self._budget: tuple[int, float] | None = None
+        self._later = False
         self._fitted: tuple[tuple[int, bytes], _Look] | None = None
 
     def __len__(self) -> int:
@@ -331,9 +336,13 @@ class _Sample:
             # Of what is without a limit, any share is left.
             count = most - math.floor((1.0 - end) * self._budget[0])
             time = seconds if math.isinf(seconds) else seconds - (1.0 - end) * self._budget[1]
+            if self._later:
+                begun = sum(bool(places[self._place[self._row[s.pick]]]) for s in mine)
+                count = min(count, _LATER - begun)
             if count > 0 and time > 0 and (picks := self._round(mine, places, count, time)):
                 return picks
             self._turns.pop(0)
+            self._later = True
         return []
 
     def _round(self, mine: Sequence[Seen], places: NDArray[np.bool_], most: int, seconds: float) -> list[Pick]:
@@ -353,7 +362,7 @@ class _Sample:
         if not len(ranked) and begun < _FIRST:
             # So few that all trees say the same.
             return self._spread(timed, places, min(most, _LEAST_NEW), seconds)
-        size = min(most, max(_LEAST_NEW, round(_GROWTH * begun)))
+        size = min(most, max(_LEAST_LATER if self._later else _LEAST_NEW, round(_GROWTH * begun)))
         cost = np.cumsum(timing_seconds(np.exp(look.mean[ranked])))
         return [self._pick(int(row)) for row in look.rows[ranked[: min(size, int((cost <= seconds).sum()) + 1)]]]
 
