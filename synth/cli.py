@@ -710,8 +710,8 @@ def _warn_of_analytical(emissions: Sequence[Emission], layer: Mapping[str, Any])
         f"WARNING: {entries} entries are ANALYTICAL: computed from public numbers of the GPU, never measured on one. "
         f"Devices: {devices}. How sure: {left_out / (left_out + entries):.0%} of all entries are left out, as not sure "
         f"to beat the fallback; those that are written are expected to be {regret:.1%} slower than the best, and to be "
-        f"within 2 % of it with a probability of {within:.0%}, as the analytic model states it, "
-        f"unchecked. To measure, on such a GPU: {command}",
+        f"within 2 % of it with a probability of {within:.0%}, as the model states it; docs/sm120.md says how far that "
+        f"could be checked. To measure, on such a GPU: {command}",
         err=True,
     )
 

@@ -40,7 +40,7 @@ class Made:
     ) -> None:
         self.table = TABLE
         self.origin_ = Origin.make("NVIDIA H200", TABLE.arch, TABLE.quant)
-        self.analytical = choice is None
+        self.analytical, self.residual_ = choice is None, None
         self.calibration_: dict[str, float] = {}
         self.columns = tactic_columns(TABLE, Hardware.of(get_device("NVIDIA H200"), "bf16"))
         self._ms, self._analytic, self._log_sd, self._choice_sd = ms, analytic or ms, log_sd, choice_sd

@@ -16,10 +16,16 @@ import pytest
 from click.testing import CliRunner, Result
 
 from synth import __version__, paths
+from synth.analytical import analytical_model, structure
+from synth.catalog.devices import get_device
+from synth.catalog.shapes import MoEShape, deployments, load_models
 from synth.cli import main
 from synth.fitting import save
-from synth.measurements import ShapeTimings, load, read, write
-from synth.performance.model import PerformanceModel
+from synth.flashinfer.contract import token_buckets
+from synth.measurements import Row, ShapeTimings, load, read, write
+from synth.performance.model import Cells, PerformanceModel
+from synth.performance.roofline import Roofline
+from synth.planning.anchors import ANCHORS
 
 ROOT = Path(__file__).parent.parent
 MEASUREMENTS = ROOT / "measurements"
@@ -588,3 +594,108 @@ def test_collect_decides_by_rounds_unless_told_otherwise(run: Run, tmp_path: Pat
     # Without rounds each bucket gets as many; with them, those whose choice is in doubt get more.
     assert 0 < len(rounds) <= len(plain) == 3 * (5 + 9)
     assert rounds != plain
+
+
+# --- the first minute on a GPU without timings -----------------------------------------------------------------------
+
+CARD = "NVIDIA RTX PRO 6000 Blackwell Server Edition"
+FIRST = ("collect", "--device-plan", "--simulate", "--device", CARD, "--quant", "nvfp4", "--max-tokens", "16")
+WANTED = ("--hidden", "2048", "--inter", "768", "--experts", "64", "--top-k", "8")
+
+
+@pytest.fixture(scope="module")
+def made_up(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Timings of a card that is much like what is believed of it, as a simulation replays them.
+
+    Its constants are others, and each of its tactics is off by an amount of its own.
+    """
+    folder = tmp_path_factory.mktemp("card")
+    believed = analytical_model(get_device(CARD), "nvfp4")
+    constants = np.array(believed.roofline_.constants)
+    constants[[0, 1, 6]] += (0.2, -0.15, 0.25)
+    model = PerformanceModel.analytic(
+        believed.origin_, believed.table, Roofline(tuple(constants.tolist())), structure("fp8")
+    )
+    off = np.exp(np.random.default_rng(0).normal(0.0, 0.08, len(model.table)))
+    wanted = deployments(load_models(), quants=["nvfp4"], supported=True)
+    shapes = {MoEShape(2048, 768, 64, 8): "wanted", **{d.shape: d.label for d in wanted}}
+    origin = dataclasses.replace(believed.origin_, simulated=True)
+    for shape, label in shapes.items():
+        cells = [
+            (stage, tokens, tactic)
+            for stage in (1, 2)
+            for tokens in token_buckets(16)
+            for tactic in model.table.ids(stage)
+        ]
+        stage, tokens, tactic = np.array(cells, dtype=np.int64).T
+        ms = model.predict(Cells((shape,), stage * 0, stage, tokens, tactic)).ms * off[tactic]
+        rows = [Row(1, *cell, time, False, None) for cell, time in zip(cells, ms.tolist(), strict=True)]
+        write(ShapeTimings.from_rows(origin, shape, label, {1: {"source": "computed"}}, rows), folder)
+    return folder
+
+
+def test_the_first_minute_settles_the_layers_named_and_then_learns_from_others(
+    run: Run, made_up: Path, tmp_path: Path
+) -> None:
+    done = run(*FIRST, *WANTED, "--measurements", shutil.copytree(made_up, tmp_path / "card"), "--json", "--budget", 2)
+    assert done.exit_code == 0, done.output
+    own = tmp_path / "card" / "simulated"
+    (timings,) = load(own, CARD, "nvfp4", problems=[])
+    assert timings.origin.simulated
+    counts = {str(timings.shapes[i]): int((timings.shape == i).sum()) for i in np.unique(timings.shape)}
+    asked = "h2048-i768-e64-k8"
+    # One layer that was named, and some others that were not, each with fewer timings than it on average.
+    assert 3 <= len(counts) <= 1 + ANCHORS
+    assert counts[asked] > 3 * np.median(list(counts.values()))
+    assert set(np.unique(timings.tokens[timings.shape == timings.shapes.index(MoEShape.parse(asked))]).tolist()) == set(
+        token_buckets(16)
+    )
+    # What a simulation timed is fitted apart, and no config is made of it.
+    result = run("fit", "--measurements", own, "--device", CARD)
+    assert result.exit_code == 0, result.output
+    made = tmp_path / "models" / "simulated"
+    assert [p.name for p in made.rglob("*.zip")] == ["nvfp4.zip"]
+    model = PerformanceModel.load(next(made.rglob("*.zip")))
+    assert model.origin_.simulated and model.borrowed_ == "NVIDIA H200 fp8" and not model.analytical
+    fails(run("emit", "--device", CARD, *WANTED, "--quant", "nvfp4", "--models", made, "-o", "a.json"), "simulated")
+    # The same model decides what to check on the simulated card.
+    result = run(
+        "verify", "--simulate", "--device", CARD, *WANTED, "--quant", "nvfp4", "--max-tokens", "16", "--budget", "1",
+        "--models", made, "--measurements", tmp_path / "card", "--json",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+
+
+def test_a_device_plan_is_printed_before_anything_is_timed(run: Run, tmp_path: Path) -> None:
+    options = ("--device", CARD, "--quant", "nvfp4", "--buckets", "64")
+    result = run("collect", "--device-plan", "--dry-run", *options, *WANTED, "--json")
+    assert result.exit_code == 0, result.output
+    plan = json.loads(result.stdout)
+    labels = [layer["label"] for layer in plan["layers"]]
+    assert len(labels) == 1 + ANCHORS and "by-hand" in labels[0]
+    assert not list((tmp_path / "measurements").rglob("*"))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ((), ("--device-plan", "name some")),
+        (("--quant", "nvfp4"), ("--device-plan", "name some")),
+        ((*WANTED, "--full"), ("--device-plan", "--full")),
+        ((*WANTED, "--fraction", "0.1"), ("--device-plan", "--fraction")),
+        ((*WANTED, "--no-rounds"), ("--device-plan", "--no-rounds")),
+        ((*WANTED, "--pass", "1", "--pass", "2"), ("--device-plan",)),
+        ((*WANTED, "--full", "--budget", "5"), ("one of", "--budget")),
+    ],
+    ids=lambda x: " ".join(map(str, x))[:60],
+)
+def test_a_device_plan_that_cannot_be_is_one_line(run: Run, options: tuple[str, ...], says: tuple[str, ...]) -> None:
+    fails(run("collect", "--device-plan", "--dry-run", "--device", CARD, *options), *says)
+
+
+def test_public_measurements_that_are_not_there_are_one_line(run: Run) -> None:
+    fails(run("evaluate", "--evidence", "missing-folder"), "missing-folder", "--evidence")
+    Path("empty").mkdir()
+    fails(run("evaluate", "--evidence", "empty"), "empty", "no .csv")
+    fails(run("evaluate", "--evidence", "empty", "--transfer"), "one of", "--transfer")
+    fails(run("evaluate", "--transfer", "--device", CARD), "no timings of")

@@ -216,7 +216,7 @@ def _check_metadata(metadata: object, flashinfer: str, expected: Mapping[str, st
                 "metadata-mismatch",
                 "",
                 f"{name} is {saved!r}, the environment has {wanted!r}: FlashInfer rejects the whole file",
-                "tune or emit for this environment" if name != "flashinfer_version" else "synth port it",
+                "tune or emit for this environment",
             )
         elif wanted is None:
             yield Finding(

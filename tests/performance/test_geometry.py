@@ -167,7 +167,7 @@ def test_equally_likely_experts_are_uniform_routing_however_they_are_given() -> 
         np.testing.assert_array_equal(getattr(site(shape, 300, 1, Routing.zipf(0.0)), name), getattr(even, name))
 
 
-@pytest.mark.parametrize("text", ["zipf:0.6", "zipf:1.2", "hot:1"])
+@pytest.mark.parametrize("text", ["zipf:0.6", "zipf:1.2", "hot:1", "balanced"])
 @pytest.mark.parametrize(
     ("shape", "tokens"),
     [(MoEShape(512, 256, 64, 8), 300), (MoEShape(512, 256, 8, 4, 4), 700), (MoEShape(8, 8, 8, 2), 9)],
@@ -212,3 +212,51 @@ def test_one_expert_with_every_token_is_full_and_the_others_share_the_rest() -> 
 def test_counts_of_another_number_of_experts_are_refused() -> None:
     with pytest.raises(SynthError, match="counts of 3 experts, but a layer has 64"):
         site(MoEShape(512, 256, 64, 8), 8, routing=Routing.counts([[1, 2, 3]]))
+
+
+# --- balanced routing ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize(
+    ("shape", "tokens"),
+    [
+        (MoEShape(512, 256, 64, 8), 1),
+        (MoEShape(512, 256, 64, 8), 100),
+        (MoEShape(512, 256, 64, 8), 8192),
+        (MoEShape(512, 256, 6, 4), 3),
+        (MoEShape(512, 256, 3, 1), 10_000),
+    ],
+)
+def test_dealt_tokens_are_counted_by_hand(shape: MoEShape, tokens: int, stage: int) -> None:
+    rows = np.bincount(np.arange(tokens * shape.top_k) % shape.experts, minlength=shape.experts)
+    s = site(shape, tokens, stage, Routing.balanced())
+    assert s.rows[0] == pytest.approx(rows.sum())
+    assert s.active[0] == pytest.approx((rows > 0).sum())
+    assert s.large[0] == pytest.approx((rows > LARGE_ROWS).sum() / (rows > 0).sum())
+    np.testing.assert_allclose(s.tiles[0], [np.ceil(rows / extent).sum() for extent in EXTENTS])
+    assert not s.tiles_sd.any()
+    assert (s.n[0], s.k[0]) == shape.gemm_nk(stage)
+
+
+@settings(max_examples=100)
+@given(shapes(), st.integers(1, 20000))
+def test_dealt_tokens_reach_as_many_experts_as_can_be_and_never_vary(shape: MoEShape, tokens: int) -> None:
+    even, dealt = site(shape, tokens), site(shape, tokens, routing=Routing.balanced())
+    total = shape.experts * shape.ep_size
+    assert dealt.rows[0] == pytest.approx(even.rows[0])
+    assert dealt.active[0] == pytest.approx(min(total, tokens * shape.top_k) / shape.ep_size)
+    assert dealt.active[0] >= even.active[0] * (1.0 - 1e-9)
+    assert not dealt.tiles_sd.any()
+    extents, slack = np.array(EXTENTS), 1.0 + 1e-9
+    assert (dealt.tiles[0] * slack >= dealt.rows[0] / extents).all()
+    assert (dealt.tiles[0] <= (dealt.active[0] + dealt.rows[0] / extents) * slack).all()
+    assert 0.0 <= dealt.large[0] <= slack
+
+
+def test_ranks_share_what_is_dealt_to_the_whole_layer() -> None:
+    whole = site(MoEShape(512, 256, 256, 8), 777, routing=Routing.balanced())
+    rank = site(MoEShape(512, 256, 32, 8, 8), 777, routing=Routing.balanced())
+    for name in ("rows", "active", "tiles"):
+        np.testing.assert_allclose(getattr(whole, name), 8.0 * getattr(rank, name), rtol=1e-12)
+    assert whole.large[0] == rank.large[0]

@@ -19,12 +19,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from synth.catalog.shapes import MoEShape
+from synth.catalog.shapes import MoEShape, family_of
 from synth.catalog.tactics import load_table
 from synth.choosing import choose
 from synth.errors import SynthError
 from synth.measurements import Origin, Timings
-from synth.performance.model import FEATURES, Cells, PerformanceModel
+from synth.performance.model import FEATURES, FORMAT, Cells, PerformanceModel
 from synth.performance.routing import UNIFORM, Routing
 
 ROOT = Path(__file__).parent.parent.parent
@@ -447,6 +447,13 @@ def test_cells_keep_their_routing_and_the_model_uses_it(small_model: Performance
     assert not np.array_equal(small_model.predict_analytic(cells), small_model.predict_analytic(skewed))
 
 
+def test_a_file_of_the_format_before_says_how_to_make_it_anew(
+    stored: bytes, load: Callable[[bytes], PerformanceModel]
+) -> None:
+    message = refusal(load, with_meta(stored, format=FORMAT - 1))
+    assert "another version" in message and "fit it again with `synth fit`" in message
+
+
 # --- a sample of a device ---------------------------------------------------------------------------------------------
 
 
@@ -504,3 +511,119 @@ def test_trees_of_a_sample_disagree_where_nothing_was_timed(few: Timings) -> Non
 
 def _key(cells: Cells) -> np.ndarray:
     return ((cells.shape * 2 + cells.stage) * 10_000 + cells.tokens) * 1_000 + cells.tactic
+
+
+# --- a borrowed structure ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def fp8_few(fp8: Timings) -> Timings:
+    """All fp8 shapes in three buckets, first pass."""
+    return fp8.select(np.isin(fp8.tokens, [1, 64, 1024]) & (fp8.pass_ == 1))
+
+
+@pytest.fixture(scope="module")
+def judged(fp8_few: Timings) -> np.ndarray:
+    """Shapes whose families neither the structure nor the sample has seen."""
+    families = sorted({family_of(label) for label in fp8_few.labels})
+    mine = set(families[::2])
+    return np.array([i for i, label in enumerate(fp8_few.labels) if family_of(label) in mine])
+
+
+@pytest.fixture(scope="module")
+def borrowing(bf16: Timings, fp8_few: Timings, judged: np.ndarray) -> PerformanceModel:
+    """What is believed of fp8 with the structure of bf16, both without the families that are judged."""
+    families = {family_of(fp8_few.labels[i]) for i in judged.tolist()}
+    seen = [i for i, label in enumerate(bf16.labels) if family_of(label) not in families]
+    part = bf16.select(np.isin(bf16.shape, seen) & np.isin(bf16.tokens, [1, 16, 64, 256, 1024]) & (bf16.pass_ == 1))
+    lender = PerformanceModel(choice_trees=12, time_trees=6).fit(part)
+    return PerformanceModel.analytic(fp8_few.origin, fp8_few.table, lender.roofline_, lender)
+
+
+@pytest.fixture(scope="module")
+def sample(fp8_few: Timings, judged: np.ndarray) -> Timings:
+    """A tenth of the other shapes' timings."""
+    rest = fp8_few.select(~np.isin(fp8_few.shape, judged))
+    return sampled(rest, 0.1)
+
+
+def regret_of(model: PerformanceModel, timings: Timings) -> float:
+    table = timings.averaged()
+    keys, bucket = table.buckets()
+    ms = model.predict(Cells.of(table)).ms
+    lost = [
+        np.log(table.ms[bucket == b][np.argmin(ms[bucket == b])] / table.ms[bucket == b].min())
+        for b in range(len(keys))
+    ]
+    return float(np.exp(np.mean(lost)))
+
+
+def test_a_sample_over_a_borrowed_structure_reproduces_its_timings(
+    borrowing: PerformanceModel, sample: Timings, fp8_few: Timings, tmp_path: Path
+) -> None:
+    assert borrowing.analytical and borrowing.borrowed_ == "NVIDIA H200 bf16"
+    model = PerformanceModel.of_sample(borrowing, some_cells(sample), sample.averaged().ms)
+    assert not model.analytical and model.borrowed_ == borrowing.borrowed_
+    assert model.residual_ is not None and model.choice_ is borrowing.choice_ and model.time_ is borrowing.time_
+    # Predicted beside all tactics of their buckets, and not beside those of the sample alone.
+    cells = some_cells(fp8_few)
+    timed = np.isin(_key(cells), _key(some_cells(sample)))
+    np.testing.assert_allclose(model.predict(cells).ms[timed], sample.averaged().ms, rtol=0.01)
+    model.save(tmp_path / "m.zip")
+    again = PerformanceModel.load(tmp_path / "m.zip")
+    assert again.borrowed_ == model.borrowed_ and not again.analytical
+    np.testing.assert_array_equal(again.predict(cells).ms, model.predict(cells).ms)
+    assert again.fingerprint() == model.fingerprint() != borrowing.fingerprint()
+
+
+def test_a_sample_says_more_of_other_shapes_where_it_corrects_a_structure(
+    borrowing: PerformanceModel, fp8_few: Timings, judged: np.ndarray
+) -> None:
+    plain = PerformanceModel.analytic(fp8_few.origin, fp8_few.table)
+    unseen = fp8_few.select(np.isin(fp8_few.shape, judged))
+    rest = fp8_few.select(~np.isin(fp8_few.shape, judged))
+    assert regret_of(borrowing, unseen) < regret_of(plain, unseen)
+    lost: dict[str, list[float]] = {"over": [], "alone": []}
+    for seed in range(3):
+        rows = np.sort(np.random.default_rng(seed).choice(len(rest), 120, replace=False))
+        part = rest.select(rows)
+        for name, start in (("over", borrowing), ("alone", plain)):
+            model = PerformanceModel.of_sample(start, some_cells(part), part.averaged().ms)
+            lost[name].append(np.log(regret_of(model, unseen)))
+    # One sample in three may mislead either; the mean doesn't.
+    assert np.mean(lost["over"]) < 0.8 * np.mean(lost["alone"])
+
+
+def test_what_is_borrowed_is_believed_less_than_what_was_fitted(borrowing: PerformanceModel, fp8_few: Timings) -> None:
+    own = PerformanceModel(choice_trees=4, time_trees=3).fit(fp8_few)
+    cells = some_cells(fp8_few)
+    lent, fitted = borrowing.predict(cells), own.predict(cells)
+    assert (lent.log_sd >= 0.25).all() and (lent.choice_sd >= 0.03).all()
+    assert np.median(fitted.log_sd) < 0.1 < np.median(lent.log_sd)
+
+
+@pytest.mark.parametrize(("shapes", "whole"), [(7, False), (8, True)])
+def test_few_swept_shapes_correct_what_was_believed_and_many_replace_it(
+    borrowing: PerformanceModel, fp8_few: Timings, shapes: int, whole: bool
+) -> None:
+    part = fp8_few.select(fp8_few.shape < shapes)
+    model = PerformanceModel(choice_trees=2, time_trees=2, start=borrowing).fit(part)
+    assert (model.residual_ is None) == whole
+    assert model.borrowed_ == ("" if whole else "NVIDIA H200 bf16")
+    assert (model.choice_ is borrowing.choice_) == (not whole)
+    assert not model.analytical and all(model.knows(fp8_few.shapes[i]) for i in range(shapes))
+
+
+def test_without_anything_to_borrow_few_swept_shapes_make_forests_of_their_own(fp8_few: Timings) -> None:
+    model = PerformanceModel(choice_trees=2, time_trees=2).fit(fp8_few.select(fp8_few.shape < 7))
+    assert model.residual_ is None and model.choice_ is not None and model.borrowed_ == ""
+
+
+def test_a_sample_of_few_is_fitted_over_what_was_believed_by_fit_too(
+    borrowing: PerformanceModel, sample: Timings, fp8_few: Timings
+) -> None:
+    by_fit = PerformanceModel(start=borrowing).fit(sample)
+    by_hand = PerformanceModel.of_sample(borrowing, some_cells(sample), sample.averaged().ms)
+    cells = some_cells(fp8_few)
+    np.testing.assert_array_equal(by_fit.predict(cells).ms, by_hand.predict(cells).ms)
+    assert by_fit.digest_ and not by_hand.digest_

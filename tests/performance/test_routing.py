@@ -158,6 +158,55 @@ def test_batches_too_large_to_draw_at_once_are_drawn_in_parts() -> None:
     assert (picked[-50:] == popular).any(axis=1).sum() >= 49
 
 
+# --- balanced --------------------------------------------------------------------------------------------------------
+
+
+def test_balanced_is_a_routing_of_its_own() -> None:
+    found = Routing.parse("balanced")
+    assert found == Routing.balanced() != UNIFORM
+    assert found.is_balanced and not found.is_uniform and str(found) == "balanced"
+    assert not any(r.is_balanced for r in (UNIFORM, Routing.zipf(1.0), Routing.always(1), Routing.counts([[1, 1]])))
+    assert len({found, Routing.balanced(), UNIFORM}) == 2
+
+
+def test_a_balanced_routing_is_recorded_apart_from_a_uniform_one() -> None:
+    record = Routing.balanced().record()
+    assert record["text"] == "balanced" and "counted" not in record
+    assert record == Routing.balanced().record()
+    assert record["digest"] != UNIFORM.record()["digest"]
+
+
+def test_digests_of_routings_that_are_not_balanced_are_as_they_were() -> None:
+    """A config's sidecar names them, so that they must not change with what else there is."""
+    assert UNIFORM.record()["digest"] == "4e769dcb2ffa0ff0"
+    assert Routing.zipf(1.2).record()["digest"] == "b2aed487ae3b5014"
+
+
+@settings(max_examples=150)
+@given(st.integers(1, 300), st.data(), st.integers(0, 400), st.integers(0, 2**32))
+def test_tokens_are_dealt_so_that_no_two_experts_differ_by_more_than_a_row(
+    experts: int, data: st.DataObject, tokens: int, seed: int
+) -> None:
+    top_k = data.draw(st.integers(1, min(experts, 22)))
+    picked = Routing.balanced().sample(experts, top_k, tokens, np.random.default_rng(seed))
+    assert picked.shape == (tokens, top_k) and picked.dtype == np.int64
+    assert all(len(set(row)) == top_k for row in picked.tolist())
+    rows = np.bincount(picked.ravel(), minlength=experts)
+    assert len(rows) == experts and rows.max() - rows.min() <= 1
+
+
+def test_every_expert_is_equally_likely_where_tokens_are_dealt() -> None:
+    np.testing.assert_allclose(Routing.balanced().inclusion(64, 8), 8 / 64)
+    first = {int(Routing.balanced().sample(64, 8, 1, np.random.default_rng(seed))[0, 0]) for seed in range(40)}
+    # Which experts get one row more is drawn.
+    assert len(first) > 10
+
+
+def test_what_is_not_a_routing_names_balanced_among_those_that_are(tmp_path: Path) -> None:
+    with pytest.raises(SynthError, match="uniform, balanced, zipf"):
+        Routing.parse(str(tmp_path / "balance"))
+
+
 # --- files -----------------------------------------------------------------------------------------------------------
 
 

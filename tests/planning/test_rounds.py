@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 from synth.catalog.shapes import MoEShape
 from synth.catalog.tactics import load_table
 from synth.measurements import Origin, Timings, load
-from synth.performance.model import PerformanceModel
+from synth.performance.model import Cells, PerformanceModel
 from synth.performance.posterior import timed_of
 from synth.performance.roofline import NEUTRAL, Roofline
 from synth.planning import Layer, make_plan, timing_seconds
@@ -191,3 +192,109 @@ def test_models_decide_which_strategy_serves_a_layer(others: PerformanceModel, l
         seen += [Seen(p, 1.0 + 0.01 * p.tactic) for p in picks]
     assert asked == {0, 1}
     assert len(seen) <= 400
+
+
+# --- turns -----------------------------------------------------------------------------------------------------------
+
+TURNS = ([0, 1], [2], [3])
+
+
+def in_turn(seen: list[Seen], turns: Sequence[Sequence[int]]) -> list[int]:
+    """Return the turn of each timing."""
+    return [n for s in seen for n, turn in enumerate(turns) if s.pick.layer in turn]
+
+
+def test_each_turn_ends_at_its_part_of_the_budget_and_none_comes_again(layers: list[Layer], times: Times) -> None:
+    strategy = NewDevice({"bf16": UNFITTED}, layers, BUCKETS, turns=TURNS)
+    seen, _ = play(strategy, times, 120)
+    order = in_turn(seen, TURNS)
+    # A layer that has been left isn't set up again.
+    assert order == sorted(order)
+    assert Counter(order) == {0: 60, 1: 30, 2: 30}
+    # Each layer was timed in every stage and bucket.
+    assert {s.pick[:3] for s in seen} == {p[:3] for p in times}
+
+
+def test_seconds_are_divided_among_turns_as_timings_are(layers: list[Layer], times: Times) -> None:
+    budget = 0.8
+    strategy = NewDevice({"bf16": UNFITTED}, layers, BUCKETS, turns=TURNS)
+    seen, rounds = play(strategy, times, 10_000, seconds=budget)
+    order = in_turn(seen, TURNS)
+    assert order == sorted(order)
+    spent = np.cumsum(np.bincount(order, [timing_seconds(s.ms) for s in seen], minlength=3))
+    longest = max(rounds) * max(timing_seconds(s.ms) for s in seen)
+    # A round is begun as long as there is time left.
+    assert (np.abs(spent - budget * np.array([0.5, 0.75, 1.0])) < longest).all()
+    assert spent[0] < 0.7 * budget
+
+
+def test_what_one_turn_does_not_need_is_left_to_the_next(layers: list[Layer], times: Times) -> None:
+    turns = ([0], [1, 2, 3])
+    most = 200
+    strategy = NewDevice({"bf16": UNFITTED}, layers, BUCKETS, turns=turns)
+    seen, _ = play(strategy, times, most)
+    counts = Counter(in_turn(seen, turns))
+    assert counts[0] < most / 2 < counts[1]
+    # All that is left is spent, since there was something worth timing.
+    assert sum(counts.values()) == most
+    assert regret(strategy.chosen(seen), times) < 1.02
+
+
+def test_turns_end_where_nothing_is_worth_timing(layers: list[Layer], times: Times) -> None:
+    counts = (1, 256)
+    mine = {p: ms for p, ms in times.items() if p.layer < 2 and p.tokens in counts}
+    strategy = NewDevice({"bf16": UNFITTED}, layers[:2], counts, turns=([0], [1]))
+    seen, _ = play(strategy, mine, len(mine))
+    assert len(seen) < len(mine) / 2
+    assert not strategy.next(seen, len(mine), math.inf)
+    assert regret(strategy.chosen(seen), mine) < 1.02
+
+
+def test_layers_that_are_there_to_teach_get_no_more_than_it_takes(
+    layers: list[Layer], times: Times, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("synth.planning.rounds._LATER", 12)
+    strategy = NewDevice({"bf16": UNFITTED}, layers, BUCKETS, turns=TURNS)
+    seen, _ = play(strategy, times, 120)
+    assert Counter(in_turn(seen, TURNS)) == {0: 60, 1: 12, 2: 12}
+
+
+def test_layers_in_no_turn_are_not_timed(layers: list[Layer], times: Times) -> None:
+    strategy = NewDevice({"bf16": UNFITTED}, layers, BUCKETS, turns=([1], [3]))
+    seen, _ = play(strategy, times, 60)
+    assert {s.pick.layer for s in seen} == {1, 3}
+
+
+def test_turns_of_another_quantization_take_nothing(layers: list[Layer], times: Times) -> None:
+    """Turns number the layers of all quantizations."""
+    fp8 = [Layer.by_hand(layer.shape, "fp8") for layer in layers[:2]]
+    strategy = NewDevice({"bf16": UNFITTED}, [*layers, *fp8], BUCKETS, turns=([0], [4], [5], [1]))
+    seen, _ = play(strategy, times, 60)
+    counts = Counter(s.pick.layer for s in seen)
+    assert counts == {0: 30, 1: 30}
+
+
+def test_a_quantization_without_need_leaves_its_share_to_the_others(layers: list[Layer], times: Times) -> None:
+    (found,) = load(Path(__file__).parents[2] / "measurements", "NVIDIA H200", "fp8", problems=[])
+    olmoe = found.shapes[found.labels.index("olmoe")]
+    mine = found.select(
+        (found.shape == found.labels.index("olmoe")) & np.isin(found.tokens, BUCKETS) & (found.pass_ == 1)
+    )
+    starts = {
+        "bf16": UNFITTED,
+        "fp8": PerformanceModel.analytic(Origin.make("NVIDIA H200", "sm90", "fp8"), load_table("sm90", "fp8", "0.7.4")),
+    }
+    both = [*layers, Layer.by_hand(olmoe, "fp8")]
+    columns = (mine.stage, mine.tokens, mine.tactic, mine.ms)
+    real = {Pick(4, *rest): ms for *rest, ms in zip(*(c.tolist() for c in columns), strict=True)}
+    # What is timed of bf16 is what was believed of it: nothing is left to learn there.
+    cells = Cells(
+        [layer.shape for layer in layers],
+        *np.array([[p.layer, p.stage, p.tokens, p.tactic] for p in times], dtype=np.int64).T,
+    )
+    believed = dict(zip(times, UNFITTED.predict(cells).ms.tolist(), strict=True))
+    most = 160
+    seen, _ = play(NewDevice(starts, both, BUCKETS), {**believed, **real}, most)
+    counts = Counter(both[s.pick.layer].quant for s in seen)
+    # Of five layers as large one is of fp8.
+    assert counts["fp8"] > 1.5 * most / 5

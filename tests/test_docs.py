@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from synth.catalog.devices import get_device, load_devices
+from synth.catalog.shapes import MoEShape
+from synth.cli import main
+from synth.emitting import config_name, sidecar_path
+from synth.measurements import Origin
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+PAGE = ROOT / "docs" / "rtx-pro-6000.md"
+SERVER = "NVIDIA RTX PRO 6000 Blackwell Server Edition"
+
+
+def blocks(page: Path, language: str = "") -> list[str]:
+    """Return the fenced blocks of a page in this language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def words(line: str) -> list[str]:
+    """Split a command line as a shell does; a bare variable, which stands for several options, is dropped."""
+    return shlex.split(re.sub(r"(?<=\s)\$[A-Z]\b", "", line), comments=True)
+
+
+def commands(page: Path) -> list[tuple[str, list[str]]]:
+    """Return each ``synth …`` of a page's blocks and code spans, with its arguments."""
+    text = page.read_text()
+    lines = [line.removeprefix("$ ") for block in blocks(page) for line in block.splitlines()]
+    spans = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL))
+    found = []
+    for line in [*lines, *spans]:
+        if line == "synth" or line.startswith("synth "):
+            found.append((line, words(line)[1:]))
+    return found
+
+
+def parse(arguments: list[str]) -> None:
+    """Parse the arguments as the command line does, without running anything."""
+    command: click.Command = main
+    rest = list(arguments)
+    while isinstance(command, click.Group) and rest and not rest[0].startswith("-"):
+        name = rest.pop(0)
+        assert name in command.commands, f"no command {name!r}; there are {', '.join(command.commands)}"
+        command = command.commands[name]
+    try:
+        # A copy, since click takes what it has read out of the list.
+        command.make_context(command.name, list(rest))
+    except click.exceptions.Exit:
+        # --help
+        pass
+    except (click.MissingParameter, click.exceptions.NoArgsIsHelpError):
+        # A command may be mentioned by its name alone.
+        assert not rest, f"something is missing from {arguments}"
+
+
+def emit_line() -> list[str]:
+    """Return the arguments of the page's first ``synth emit`` that names a device."""
+    return next(found for _, found in commands(PAGE) if found[:1] == ["emit"] and "--device" in found)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_of_a_page_parses(page: Path) -> None:
+    found = commands(page)
+    assert len(found) > 5
+    for line, arguments in found:
+        try:
+            parse(arguments)
+        except click.UsageError as e:
+            pytest.fail(f"{page.name}: {line}: {e.format_message()}")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["emit", "--devize", "x"], ["collect", "--quant", "fp5"], ["fit", "--device"], ["emit", "--tp", "8"]]
+)
+def test_a_command_that_does_not_parse_is_found(arguments: list[str]) -> None:
+    with pytest.raises((click.UsageError, AssertionError)):
+        parse(arguments)
+
+
+def test_a_command_that_does_not_exist_is_found() -> None:
+    with pytest.raises(AssertionError, match="no command 'port'"):
+        parse(["port", "x.json"])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_devices_of_a_page_are_known(page: Path) -> None:
+    text = page.read_text()
+    named = [a[a.index("--device") + 1] for _, a in commands(page) if "--device" in a]
+    for name in [*named, *re.findall(r'^D="([^"]+)"', text, re.MULTILINE)]:
+        if not name.startswith(("$", "NAME")):
+            assert get_device(name).name == name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_config_names_of_a_page_are_those_that_emit_writes(page: Path) -> None:
+    configs = [Path(config_name(device)) for device in load_devices()]
+    known = {p.name for config in configs for p in (config, sidecar_path(config))}
+    # All but the two that stand for any device.
+    named = set(re.findall(r"\bsynth-[\w.-]+\.json\b", page.read_text())) - {"synth-DEVICE.json"}
+    assert named <= known
+
+
+def test_the_page_names_the_files_of_its_own_emit_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in ("measurements", "models"):
+        (tmp_path / kind).mkdir()
+        monkeypatch.setenv(f"SYNTH_{kind.upper()}", str(tmp_path / kind))
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(main, emit_line())
+    assert done.exit_code == 0, done.output
+    named = set(re.findall(r"^configs/\S+$", PAGE.read_text(), re.MULTILINE))
+    assert named == {p.relative_to(tmp_path).as_posix() for p in (tmp_path / "configs").iterdir()}
+    assert len(named) == 2
+
+
+def test_the_command_that_emit_proposes_is_the_one_of_the_page() -> None:
+    proposed = re.search(r"To measure, on such a GPU: (.*)$", PAGE.read_text(), re.MULTILINE)
+    assert proposed is not None
+    assert words(proposed[1])[1:] in [arguments for _, arguments in commands(PAGE)]
+
+
+def test_the_measurements_file_of_the_page_is_where_timings_go() -> None:
+    device = get_device(SERVER)
+    origin = Origin(device.name, device.tactics_arch, "nvfp4", "0.7.4", "{}")
+    shape = MoEShape(hidden=6144, inter=256, experts=256, top_k=8)
+    path = f"measurements/{origin.folder(Path()).as_posix()}/{shape}.csv.gz"
+    assert PAGE.read_text().count(path) == 2
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p.name != "README.md"], ids=lambda page: page.name)
+def test_environment_variables_of_a_page_are_known(page: Path) -> None:
+    sources = [ROOT / "README.md", *(ROOT / "synth").rglob("*.py")]
+    if (spec := find_spec("flashinfer")) is not None and spec.origin is not None:
+        sources.append(Path(spec.origin).parent / "jit" / "core.py")
+    else:
+        pytest.skip("FlashInfer isn't installed, so its variables can't be looked up")
+    known = "\n".join(source.read_text() for source in sources)
+    named = set(re.findall(r"[`$]((?:SYNTH|FLASHINFER|VLLM|SGLANG)_[A-Z0-9_]+)(?=[`=/])", page.read_text()))
+    assert named
+    assert [name for name in sorted(named) if not re.search(rf"\b{name}\b", known)] == []
+
+
+def test_log_lines_of_the_page_are_those_of_the_installed_flashinfer() -> None:
+    spec = find_spec("flashinfer")
+    if spec is None or spec.origin is None:
+        pytest.skip("FlashInfer isn't installed")
+    source = (Path(spec.origin).parent / "autotuner" / "autotuner.py").read_text()
+    # Adjacent literals make one text.
+    source = re.sub(r'"\s*\n\s*f?"', "", source)
+    page = PAGE.read_text()
+    for pattern in (
+        "[Autotuner]: Loaded ",
+        "[Autotuner]: Config cache hit for ",
+        "source=config file)",
+        "was created in a different environment (",
+        "Ignoring cached configs.",
+        "[AutoTuner]: No tuned config covers ",
+        "falling back to runner=",
+        "generated key",
+    ):
+        assert pattern in page
+        assert pattern in source
+
+
+def test_merge_script_of_the_page_keeps_the_servers_other_entries(tmp_path: Path) -> None:
+    (script,) = blocks(PAGE, "python")
+    (tmp_path / "merge.py").write_text(script)
+    (tmp_path / "ours.json").write_text(json.dumps({"_metadata": {"gpu": "ours"}, "moe": ["MoERunner", 12]}))
+    ranks = [tmp_path / f"rank{n}.json" for n in range(2)]
+    server = {"_metadata": {"gpu": "theirs"}, "_generation": "x", "moe": ["MoERunner", 3], "fp4_gemm": ["Other", 1]}
+    for rank in ranks:
+        rank.write_text(json.dumps(server))
+    subprocess.run([sys.executable, "merge.py", "ours.json", *(r.name for r in ranks)], cwd=tmp_path, check=True)
+    for rank in ranks:
+        assert json.loads(rank.read_text()) == {
+            "_metadata": {"gpu": "theirs"},
+            "moe": ["MoERunner", 12],
+            "fp4_gemm": ["Other", 1],
+        }
