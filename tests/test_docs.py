@@ -12,7 +12,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from synth.catalog.devices import get_device, load_devices
+from synth.catalog.devices import find_devices, get_device, load_devices
 from synth.catalog.shapes import MoEShape
 from synth.cli import main
 from synth.emitting import config_name, sidecar_path
@@ -100,7 +100,9 @@ def test_devices_of_a_page_are_known(page: Path) -> None:
     named = [a[a.index("--device") + 1] for _, a in commands(page) if "--device" in a]
     for name in [*named, *re.findall(r'^D="([^"]+)"', text, re.MULTILINE)]:
         if not name.startswith(("$", "NAME")):
-            assert get_device(name).name == name
+            found = find_devices(name)
+            # The whole name of one, or what several have in common.
+            assert len(found) > 1 or found[0].name == name
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -147,7 +149,7 @@ def test_environment_variables_of_a_page_are_known(page: Path) -> None:
         pytest.skip("FlashInfer isn't installed, so its variables can't be looked up")
     known = "\n".join(source.read_text() for source in sources)
     named = set(re.findall(r"[`$]((?:SYNTH|FLASHINFER|VLLM|SGLANG)_[A-Z0-9_]+)(?=[`=/])", page.read_text()))
-    assert named
+    assert named or page != PAGE
     assert [name for name in sorted(named) if not re.search(rf"\b{name}\b", known)] == []
 
 
