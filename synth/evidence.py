@@ -14,6 +14,7 @@ import csv
 import gzip
 import math
 import re
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -81,6 +82,9 @@ def read_folder(folder: Path) -> tuple[list[LayerTimes], list[TacticSweep]]:
                 f"{path}: neither whole layers ({','.join(LAYER_COLUMNS)}) nor a sweep ({','.join(_TACTIC_COLUMNS)}); "
                 "take it out of the folder"
             )
+    seen = [(t.device, t.quant, t.engine) for t in layers]
+    if twice := [key for key in dict.fromkeys(seen) if seen.count(key) > 1]:
+        raise SynthError(f"{folder}: layers of {' '.join(twice[0])} are in two files; put them into one")
     if not layers and not sweeps:
         raise SynthError(f"{folder}: no .csv or .csv.gz in it; name a folder of public measurements with --evidence")
     return layers, sweeps
@@ -92,7 +96,7 @@ def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as f:
             data = f.read(_MAX_BYTES + 1)
         text = data.decode("utf-8")
-    except (OSError, EOFError, UnicodeDecodeError) as e:
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as e:
         raise SynthError(f"{path}: can't be read ({e}); take it out of the folder") from None
     if len(data) > _MAX_BYTES:
         raise SynthError(f"{path}: more than {_MAX_BYTES >> 20} MiB; take it out of the folder")
@@ -107,14 +111,16 @@ def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
 def _layers(path: Path, rows: Sequence[dict[str, str]]) -> list[LayerTimes]:
     """Return the rows by device, quantization and engine; splits that leave a fraction are passed over."""
     found: dict[tuple[str, str, str], list[_Row]] = {}
+    names: dict[str, str] = {}
     ungated = {(m.hidden, m.inter, m.experts) for m in load_models() if m.activation == "relu2"}
     for number, row in enumerate(rows, start=2):
         try:
             tokens, hidden, inter, top_k, experts, tp, ep = (int(row[c]) for c in LAYER_COLUMNS[3:10])
             ms = float(row["latency"])
             quant, engine = _QUANTS[row["moe_dtype"]], row["framework"]
-            if tokens < 1 or not 0.0 < ms < math.inf or engine not in _TUNED:
+            if min(tp, ep) < 1 or not 0 < tokens < 2**31 or not 0.0 < ms < math.inf or engine not in _TUNED:
                 raise ValueError("a value out of range")
+            device = names.get(row["device"]) or names.setdefault(row["device"], get_device(row["device"]).name)
             if inter % tp or experts % ep:
                 continue
             gated = (hidden, inter, experts) not in ungated
@@ -122,7 +128,7 @@ def _layers(path: Path, rows: Sequence[dict[str, str]]) -> list[LayerTimes]:
         except (KeyError, TypeError, ValueError, SynthError) as e:
             raise SynthError(f"{path}: row {number}: {e}; mend the row or take it out") from None
         model = f"h{hidden}-i{inter}-e{experts}-k{top_k}"
-        found.setdefault((row["device"], quant, engine), []).append((shape, model, tokens, ms))
+        found.setdefault((device, quant, engine), []).append((shape, model, tokens, ms))
     return [_times(device, quant, engine, some) for (device, quant, engine), some in sorted(found.items())]
 
 
@@ -130,7 +136,7 @@ def _times(device: str, quant: str, engine: str, rows: Sequence[_Row]) -> LayerT
     shapes = list(dict.fromkeys((shape, model) for shape, model, _, _ in rows))
     index = {key: i for i, key in enumerate(shapes)}
     return LayerTimes(
-        device=get_device(device).name,
+        device=device,
         quant=quant,
         engine=engine,
         tuned=_TUNED[engine],
@@ -179,8 +185,13 @@ def _sweep(path: Path, comments: Sequence[str], rows: Sequence[dict[str, str]]) 
             f"{path}: its first line must be a comment such as '# NVIDIA GeForce RTX 5090 (SM120), NVFP4, 128 experts, "
             "top_k 8, hidden 2816, inter 704'"
         )
-    device = get_device(name)
-    table = load_table(device.tactics_arch, quant, DEFAULT_FLASHINFER)
+    try:
+        hidden, inter, experts, top_k = (int(m[1]) for m in sizes if m is not None)
+        shape = MoEShape(hidden, inter, experts, top_k)
+        device = get_device(name)
+        table = load_table(device.tactics_arch, quant, DEFAULT_FLASHINFER)
+    except (ValueError, SynthError) as e:
+        raise SynthError(f"{path}: its first line: {e}; mend it or take the file out of the folder") from None
     ids = {
         (stage, "x".join(map(str, t.tile)) + "B", t.swap_ab): i
         for stage in (1, 2)
@@ -190,13 +201,14 @@ def _sweep(path: Path, comments: Sequence[str], rows: Sequence[dict[str, str]]) 
     cells = []
     for number, row in enumerate(rows, start=1):
         try:
-            stage, tokens = int(row["stage"]), int(row["tokens"])
-            cells.append((stage, tokens, ids[stage, row["tile"], row["swap_ab"] == "1"], float(row["layer_us"]) / 1e3))
+            stage, tokens, ms = int(row["stage"]), int(row["tokens"]), float(row["layer_us"]) / 1e3
+            if not 0 < tokens < 2**31 or not 0.0 < ms < math.inf:
+                raise ValueError("a value out of range")
+            cells.append((stage, tokens, ids[stage, row["tile"], row["swap_ab"] == "1"], ms))
         except (KeyError, TypeError, ValueError) as e:
             raise SynthError(f"{path}: row {number}: {e} is no tactic or number; mend it or take it out") from None
-    hidden, inter, experts, top_k = (int(m[1]) for m in sizes if m is not None)
     columns = [np.array(c) for c in zip(*cells, strict=True)]
-    return TacticSweep(device, quant, MoEShape(hidden, inter, experts, top_k), head.lstrip("# "), *columns)
+    return TacticSweep(device, quant, shape, head.lstrip("# "), *columns)
 
 
 @dataclass(frozen=True)
@@ -319,6 +331,8 @@ def score_layers(
 ) -> tuple[list[LayerScore], GainScore | None]:
     """Fit half of the models, judge the others; again with other halves.
 
+    Halves without a layer of one of the engines are passed over; where all are, there is nothing to return.
+
     Parameters
     ----------
     times : sequence of LayerTimes
@@ -334,6 +348,8 @@ def score_layers(
         order = np.random.default_rng(seed).permutation(len(models))
         half = {models[i] for i in order[: len(models) // 2]}
         inside = [np.isin(t.shape, [i for i, name in enumerate(t.models) if name in half]) for t in times]
+        if any(m.all() or not m.any() for m in inside):
+            continue
         fitted = fit_constants([t.select(m) for t, m in zip(times, inside, strict=True)], start, seed)
         begin = LayerModel(start, fitted.resident, fitted.overheads)
         tests = [t.select(~m) for t, m in zip(times, inside, strict=True)]
@@ -341,6 +357,8 @@ def score_layers(
             errors[i].append(np.abs(fitted.predict(test, table, hardware) / test.ms - 1.0))
             unfitted[i].append(np.abs(begin.predict(test, table, hardware) / test.ms - 1.0))
         gains += list(_gains(fitted, tests, table, hardware))
+    if not all(errors):
+        return [], None
     scores = [
         LayerScore(
             device.name,
@@ -389,6 +407,8 @@ def _gain_score(device: Device, quant: str, gains: Sequence[tuple[Floats, Floats
     if not gains:
         return None
     measured, predicted = (np.concatenate(column) for column in zip(*gains, strict=True))
+    if len(measured) < 2:
+        return None
     sure = predicted >= 1.0 + SURE_GAIN
     return GainScore(
         device.name,

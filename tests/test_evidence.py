@@ -202,6 +202,13 @@ def test_a_packed_file_is_read_like_a_plain_one(folder: Path) -> None:
         assert a.tokens.tolist() == b.tokens.tolist() and a.ms.tolist() == b.ms.tolist()
 
 
+def test_layers_of_one_engine_in_two_files_are_refused(folder: Path) -> None:
+    for name in ("a.csv", "b.csv"):
+        (folder / name).write_text(as_csv([row("TRTLLM", "nvfp4", 8, MODELS[0], (1, 1), 0.1)]))
+    with pytest.raises(SynthError, match="TRTLLM are in two files; put them into one"):
+        read_folder(folder)
+
+
 def test_a_sweep_is_read_with_its_tactics(folder: Path) -> None:
     (folder / "s.csv").write_text(sweep_text(), encoding="utf-8")
     layers, (sweep,) = read_folder(folder)
@@ -278,8 +285,8 @@ def test_a_device_that_is_not_known_names_the_file(folder: Path) -> None:
         ("a.csv", b"\xff\xfe\x00"),
         ("a.csv", b'"' + b"x" * 200_000 + b'"\n1\n'),
         ("a.csv.gz", b"not packed"),
-        ("a.csv.gz", gzip.compress(b"a,b\n1,2\n" * 1000)[:30]),
-        ("a.csv.gz", gzip.compress(b"a,b\n1,2\n" * 1000)[:20] + b"\xff" * 30),
+        ("a.csv.gz", gzip.compress(b"a,b\n1,2\n" * 1000, mtime=0)[:30]),
+        ("a.csv.gz", gzip.compress(b"a,b\n1,2\n" * 1000, mtime=0)[:20] + b"\xff" * 30),
     ],
     ids=lambda x: repr(x[:20]),
 )

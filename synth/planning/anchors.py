@@ -50,6 +50,8 @@ def anchors(layers: Sequence[Layer], candidates: Sequence[Layer], tokens: int, c
         far = int(np.argmax(distance))
         found.append(some[far])
         distance = np.minimum(distance, np.linalg.norm((points - points[far]) / scale, axis=1))
+        # Not once more, even where all that are left are as large as one that was found.
+        distance[far] = -1.0
     return found
 
 
