@@ -7,7 +7,7 @@
 ``h200`` treats this H200 as a device that nobody has timed: its analytic model has constants fitted to public whole
 layers, no structure and no timings. ``collect --device-plan``'s own strategy then times kernels for ``--seconds``; the
 shipped sweeps, which it never sees, judge the choices. With ``--simulate`` those sweeps are replayed instead, with
-noise. Then the layer is emitted, verified (``--verify``) and emitted again.
+noise. Then the layer is emitted and, with ``--verify``, verified.
 
 ``synthetic`` makes an RTX PRO 6000 that doesn't exist: the analytical model with other constants and the structure of
 another quantization, with errors of each tactic and cell and noise as the H200 has them. Its sweeps are replayed and
@@ -31,13 +31,12 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from synth.analytical import analytical_model, structure, suspects
+from synth.analytical import analytical_model, structure
 from synth.catalog.devices import get_device
 from synth.catalog.legality import runnable_ids, smem_block_bytes
 from synth.catalog.shapes import deployments, find_layer, load_models, select
 from synth.catalog.tactics import DEFAULT_FLASHINFER, STAGES
 from synth.choosing import choose
-from synth.cli import _with_anchors
 from synth.collecting import GPU_RUNNER, RunnerSpec, collect, gpu_name, simulated_runner
 from synth.collecting.journal import read_journal
 from synth.emitting import Source, emit
@@ -49,6 +48,7 @@ from synth.performance.evaluation import Evaluation, Judge
 from synth.performance.model import Cells, PerformanceModel, predictor
 from synth.performance.roofline import DEFAULTS, NEUTRAL, Roofline
 from synth.planning import Layer, Plan, make_plan
+from synth.planning.anchors import with_anchors
 from synth.planning.rounds import NewDevice
 from synth.verifying import gpu_comparator, verify
 
@@ -59,6 +59,8 @@ COLUMNS = ("device", "quant", "layer", "seconds", "spent", "timings", "on", "cho
 #: The synthetic device: deviations of its constants, of a tactic on a shape, of a cell, and of a timing (logarithms).
 #: The last three are those of the H200's models on unseen shapes and of its repeats.
 _CONSTANT_SD, _TACTIC_SD, _CELL_SD, _NOISE = 0.3, 0.01, 0.007, 0.004
+#: The quantization of the H200 whose structure the synthetic device has.
+_TRUTH = "bf16"
 #: Other shapes of the synthetic device, which judge what was learned for all models.
 _OTHERS = 12
 
@@ -117,7 +119,7 @@ def _synthetic(layer: Layer, options: argparse.Namespace) -> None:
     device = get_device(SYNTHETIC)
     start = analytical_model(device, layer.quant)
     every = [Layer.of(d) for d in deployments(load_models(), quants=[layer.quant], supported=True)]
-    anchors = _with_anchors([layer], {layer.quant: start}, options.max_tokens)[0]
+    anchors, _ = with_anchors([layer], [layer.quant], options.max_tokens)
     rng = np.random.default_rng(options.seed)
     others = [e for e in {e.shape: e for e in every}.values() if e.shape not in {a.shape for a in anchors}]
     others = [others[i] for i in np.sort(rng.permutation(len(others))[:_OTHERS])]
@@ -140,8 +142,7 @@ def _made_up(
     """Return a sweep of a layer on the synthetic device."""
     made = np.random.default_rng(seed)  # the same device for every layer
     constants = np.array(start.roofline_.constants) + made.normal(0.0, _CONSTANT_SD, len(DEFAULTS))
-    quant = {"nvfp4": "bf16", "fp8": "bf16", "bf16": "bf16"}[layer.quant]
-    truth = PerformanceModel.analytic(start.origin_, start.table, Roofline(tuple(constants)), structure(quant))
+    truth = PerformanceModel.analytic(start.origin_, start.table, Roofline(tuple(constants)), structure(_TRUTH))
     smem = smem_block_bytes(start.origin_.device, start.table.arch)
     rows = []
     for stage in STAGES:
@@ -176,17 +177,9 @@ def _run(
     options: argparse.Namespace,
 ) -> tuple[Timings, Sequence[Layer]]:
     """Time for some seconds, print what the choices were worth on the way; return the timings and what was planned."""
-    from synth.planning.anchors import anchors
-
-    if catalogue is None:
-        layers, turns = _with_anchors([layer], {layer.quant: start}, options.max_tokens)
-    else:
-        layers = [layer, *anchors([layer], catalogue, options.max_tokens)]
-        turns = [[i] for i in range(len(layers))]
+    layers, turns = with_anchors([layer], [layer.quant], options.max_tokens, catalogue)
     plan = _plan(layers, start, options.max_tokens, options.seconds)
-    strategy = NewDevice(
-        {layer.quant: start}, plan.layers, [b for b in sorted({b.tokens for b in plan.batches})], turns=turns
-    )
+    strategy = NewDevice({layer.quant: start}, plan.layers, sorted({b.tokens for b in plan.batches}), turns=turns)
     began = time.monotonic()
     journal = options.out / "journal.jsonl"
     done = collect(plan, runner, journal, strategy=strategy, measurements=options.out / "timed")
@@ -247,9 +240,8 @@ def _report(
 def _judged(model: PerformanceModel, timings: Timings | None, swept: Timings) -> Evaluation:
     judge = Judge(swept)
     shapes = [swept.shapes[i] for i in np.unique(swept.shape).tolist()]
-    denied = suspects(model.table) if model.analytical else frozenset()
     index = {s: i for i, s in enumerate(swept.shapes)}
-    tried = choose(model, shapes, np.unique(swept.tokens).tolist(), timings=timings, denied=denied)
+    tried = choose(model, shapes, np.unique(swept.tokens).tolist(), timings=timings)
     cells = np.array([(index[c.shape], c.stage, c.bucket, c.tactic_id) for c in tried]).T
     rows = judge.rows_of(*cells)
     return judge.evaluate_rows("choices", rows[rows >= 0])

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from synth.analytical import suspects
 from synth.catalog.legality import illegal_ids, smem_block_bytes
 from synth.catalog.shapes import MoEShape
 from synth.catalog.tactics import STAGES, Tactic, TacticTable
@@ -130,7 +131,8 @@ def choose(
         How tokens spread over the experts. Timings are of uniform routing; for another one they are scaled, see
         :func:`carried_over`.
     denied : collection of (int, Tactic)
-        Stages and tactics that are never chosen, since their numbers were found wrong.
+        Stages and tactics that are never chosen, since their numbers were found wrong. An analytical model never
+        chooses :func:`synth.analytical.suspects` either.
     progress : callable, optional
         Called with the number of shapes done.
 
@@ -149,7 +151,7 @@ def choose(
         raise SynthError("every tactic of a stage is denied; look at the numbers that were found wrong")
     measured, failed = _measured(timings, set(shapes)) if timings is not None else ({}, {})
     order = tie_order(table)
-    every = np.array([(table.stage(i), table.tactic(i)) not in denied for i in range(len(table))])
+    every = ~tactic_mask(table, {*denied, *(suspects(table) if model.analytical else ())})
     unfused = every & np.array([not table.tactic(i).finalize for i in range(len(table))])
     counts = sorted(set(buckets))
     asked = [counts.index(b) for b in buckets]
@@ -181,6 +183,11 @@ def choose(
         if progress is not None:
             progress(start + len(batch))
     return choices
+
+
+def tactic_mask(table: TacticTable, found: Collection[tuple[int, Tactic]]) -> NDArray[np.bool_]:
+    """Return which tactics of a table are among some stages and tactics, shape (tactics,), by id."""
+    return np.array([(table.stage(i), table.tactic(i)) in found for i in range(len(table))])
 
 
 def carried_over(ms: Floats, uniform_ms: Floats, predicted_ms: Floats) -> Floats:

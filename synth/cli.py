@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from synth.measurements import Timings
     from synth.performance.model import PerformanceModel
     from synth.performance.routing import Routing
-    from synth.planning import Layer
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -859,6 +858,7 @@ def collect(
     from synth.paths import find_model, readable, user_folder
     from synth.performance.model import PerformanceModel, predictor
     from synth.planning import Layer, make_plan, summarize
+    from synth.planning.anchors import with_anchors
     from synth.planning.rounds import decide_by_rounds
 
     if full + (budget is not None) + (fraction is not None) > 1:
@@ -879,7 +879,7 @@ def collect(
     turns: list[list[int]] = []
     if device_plan:
         budget = budget or _FIRST_MINUTE_S
-        layers, turns = _with_anchors(layers, starts, max_tokens)
+        layers, turns = with_anchors(layers, list(starts), max_tokens)
     plan = make_plan(
         layers,
         found.name,
@@ -957,25 +957,6 @@ def _starts(device: Device, quants: Iterable[str], flashinfer: str) -> dict[str,
         with suppress(SynthError):
             found[quant] = analytical_model(device, quant, flashinfer)
     return found
-
-
-def _with_anchors(
-    layers: list[Layer], starts: Mapping[str, PerformanceModel], max_tokens: int
-) -> tuple[list[Layer], list[list[int]]]:
-    """Return the layers with some for the quantizations that have no model yet, and in which turns to time them."""
-    from synth.catalog.shapes import deployments, load_models
-    from synth.planning import Layer
-    from synth.planning.anchors import anchors
-
-    unique = list({(one.shape, one.quant): one for one in layers}.values())
-    catalogue = [Layer.of(d) for d in deployments(load_models(), quants=list(starts), supported=True)]
-    more = [
-        one
-        for quant in starts
-        for one in anchors([layer for layer in unique if layer.quant == quant], catalogue, max_tokens)
-    ]
-    turns = [list(range(len(unique))), *([len(unique) + i] for i in range(len(more)))]
-    return [*unique, *more], turns
 
 
 @main.command()

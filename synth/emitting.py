@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from synth import __version__
-from synth.analytical import analytical_model, suspects
+from synth.analytical import analytical_model
 from synth.catalog.devices import Device
 from synth.catalog.shapes import Deployment, MoEShape
 from synth.catalog.tactics import DEFAULT_FLASHINFER, load_table
@@ -395,7 +395,6 @@ def _choose(
     step: Callable[[int], None],
 ) -> dict[_Place, Choice]:
     """Return every choice; with `unfused_too`, also those of servers that don't fuse the finalize step."""
-    suspected = suspects(source.model.table) if source.model.analytical else frozenset()
     made = choose(
         source.model,
         shapes,
@@ -403,7 +402,7 @@ def _choose(
         timings=source.timings,
         fused_finalize=(True, False) if unfused_too else (True,),
         routing=routing,
-        denied=frozenset((d.stage, d.tactic) for d in source.denied) | suspected,
+        denied=frozenset((d.stage, d.tactic) for d in source.denied),
         progress=step,
     )
     return {(c.shape, c.stage, c.bucket, c.fused_finalize): c for c in made}

@@ -27,7 +27,7 @@ from synth.analytical import analytical_model, constants_for, structure, suspect
 from synth.catalog.devices import Device, get_device
 from synth.catalog.shapes import MoEShape, load_models, padded_shape
 from synth.catalog.tactics import DEFAULT_FLASHINFER, TacticTable, load_table
-from synth.choosing import SURE_GAIN
+from synth.choosing import SURE_GAIN, tactic_mask
 from synth.errors import SynthError
 from synth.measurements import Timings, load
 from synth.paths import shipped
@@ -544,10 +544,7 @@ def score_blind(times: Sequence[LayerTimes], timings: Timings) -> BlindScore:
     fitted = fit_constants(times, Roofline(NEUTRAL))
     judge = Judge(timings)
     model = PerformanceModel.analytic(timings.origin, timings.table, fitted.roofline)
-    suspected = suspects(timings.table)
-    never = np.array(
-        [(timings.table.stage(i), timings.table.tactic(i)) in suspected for i in range(len(timings.table))]
-    )
+    never = tactic_mask(timings.table, suspects(timings.table))
     ms = np.where(never[judge.timings.tactic], np.inf, model.predict(Cells.of(judge.timings)).ms)
     found = judge.evaluate("analytic", ms).all
     return BlindScore(timings.origin.device, timings.origin.quant, found.count, found.geomean, found.p95)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from synth.analytical import suspects
 from synth.catalog.shapes import family_of
 from synth.catalog.tactics import STAGES, Tactic
-from synth.choosing import SURE_GAIN
+from synth.choosing import SURE_GAIN, tactic_mask
 from synth.measurements import Timings
 from synth.performance.evaluation import Judge, held_out_groups, held_out_model
 from synth.performance.geometry import Floats, least_by
@@ -120,8 +120,7 @@ def _score(
     keys, bucket = part.buckets()
     best = least_by(bucket, part.ms, len(keys))
     order = tie_order(table)
-    suspected = suspects(table)
-    never = np.array([(table.stage(i), table.tactic(i)) in suspected for i in range(len(table))])
+    never = tactic_mask(table, suspects(table))
     plain = np.isin(part.tactic, [_fixed(table.items(stage), wanted) for stage in STAGES])
     fixed = np.full(len(keys), -1)
     fixed[bucket[plain]] = np.flatnonzero(plain)

@@ -246,7 +246,7 @@ class PerformanceModel:
             w.select(reach), cells.tactic[reach], self._columns, self._hardware, table.ms[reach], seed=self.seed
         )
         analytic = self._analytic(w, cells)
-        best = least_by(row, analytic, len(site)) if swept.all() else self._least_on_grid(cells, self.predict_analytic)
+        best = least_by(row, analytic, len(site)) if swept.all() else self._least_on_grid(cells)
         relative = analytic / best[row]
         x = _features(
             site, row[keep], cells.tactic[keep], w.select(keep), relative[keep], self._columns, self._hardware
@@ -282,34 +282,35 @@ class PerformanceModel:
             self.roofline_ = Roofline.fit(
                 w, cells.tactic, self._columns, self._hardware, ms, seed=self.seed, start=start.roofline_
             )
-        relative = self._analytic(w, cells) / self._least_on_grid(cells, self.predict_analytic)[row]
+        analytic = self._analytic(w, cells)
+        relative = analytic / self._least_on_grid(cells)[row]
         x = _features(site, row, cells.tactic, w, relative, self._columns, self._hardware)
         forest = ExtraTreesRegressor(
             _SPARSE_TREES, max_features=_SPARSE_FEATURES, n_jobs=self.jobs, random_state=self.seed
         )
-        before = self._on_grid(cells, lambda full: self._before_timings(full).ms)
+        before = analytic if self.time_ is None else self._structural_ms(cells)
         self.residual_ = Forest.of(forest.fit(x, np.log(ms / before)).estimators_)
         return self
 
-    def _on_grid(self, cells: Cells, times: Callable[[Cells], Floats]) -> Floats:
-        """Return the times of cells, computed beside all the other tactics of their sites, shape (cells,)."""
+    def _structural_ms(self, cells: Cells) -> Floats:
+        """Return what the structure says of cells, asked beside all the other tactics of their sites."""
         _, row = cells.sites()
         found = np.empty(len(cells))
         for stage, at, full in self._grids(cells):
             ids = np.array(self._table.ids(stage), dtype=np.int64)
-            ms = times(full).reshape(len(at), len(ids))
+            ms = self._before_timings(*self._inputs(full)).ms.reshape(len(at), len(ids))
             position = np.full(int(row.max()) + 1, -1)
             position[row[at]] = np.arange(len(at))
             mine = np.flatnonzero(cells.stage == stage)
             found[mine] = ms[position[row[mine]], np.searchsorted(ids, cells.tactic[mine])]
         return found
 
-    def _least_on_grid(self, cells: Cells, times: Callable[[Cells], Floats]) -> Floats:
-        """Return the least time of all tactics at each of the cells' sites, shape (sites,)."""
+    def _least_on_grid(self, cells: Cells) -> Floats:
+        """Return the least analytic time of all tactics at each of the cells' sites, shape (sites,)."""
         _, row = cells.sites()
         least = np.full(int(row.max(initial=-1)) + 1, np.inf)
         for _, at, full in self._grids(cells):
-            least[row[at]] = times(full).reshape(len(at), -1).min(axis=1)
+            least[row[at]] = self.predict_analytic(full).reshape(len(at), -1).min(axis=1)
         return least
 
     def _grids(self, cells: Cells) -> Iterator[tuple[int, Ints, Cells]]:
@@ -381,19 +382,19 @@ class PerformanceModel:
         """
         if not len(cells):
             return Prediction(np.zeros(0), np.zeros(0), np.zeros(0))
-        before = self._before_timings(cells)
+        if self.time_ is None and self.residual_ is None:
+            return _uncorrected(self.predict_analytic(cells))
+        inputs = self._inputs(cells)
+        before = self._before_timings(*inputs)
         if self.residual_ is None:
             return before
-        _, _, _, x = self._inputs(cells)
-        correction, sd = self.residual_.predict(x)
+        correction, sd = self.residual_.predict(inputs[-1])
         return Prediction(before.ms * np.exp(correction), self.spread_ * np.hypot(sd, _LEAST_SD), sd)
 
-    def _before_timings(self, cells: Cells) -> Prediction:
-        """Predict cells without what a sample of timings says."""
+    def _before_timings(self, row: Ints, analytic: Floats, relative: Floats, x: NDArray[np.float32]) -> Prediction:
+        """Predict cells of which these are the inputs, without what a sample of timings says."""
         if self.time_ is None or self.choice_ is None:
-            sd = np.full(len(cells), _ANALYTIC_SD)
-            return Prediction(self.predict_analytic(cells), sd, sd / 2.0)
-        row, analytic, relative, x = self._inputs(cells)
+            return _uncorrected(analytic)
         log_ms, sd = self.time_.predict(x)
         log_ms += np.log(analytic)
         log_sd = self.spread_ * np.hypot(sd, _LEAST_SD)
@@ -412,8 +413,8 @@ class PerformanceModel:
     def draws(self, cells: Cells) -> Floats:
         """Return what each tree of the residual forest says of log ms, shape (trees, cells); as :meth:`predict`."""
         assert self.residual_ is not None
-        _, _, _, x = self._inputs(cells)
-        return self.residual_.each(x) + np.log(self._before_timings(cells).ms)
+        inputs = self._inputs(cells)
+        return self.residual_.each(inputs[-1]) + np.log(self._before_timings(*inputs).ms)
 
     def _inputs(self, cells: Cells) -> tuple[Ints, Floats, Floats, NDArray[np.float32]]:
         """Return each cell's site, its analytic time, that over the best of its site's cells, and the features."""
@@ -556,6 +557,12 @@ class PerformanceModel:
         self.choice_ = self.time_ = self.residual_ = None
         self.spread_ = 1.0
         self.held_out_, self.calibration_ = {}, {}
+
+
+def _uncorrected(analytic: Floats) -> Prediction:
+    """Return the analytic times in ms as a prediction."""
+    sd = np.full(len(analytic), _ANALYTIC_SD)
+    return Prediction(analytic, sd, sd / 2.0)
 
 
 def predictor(models: Mapping[str, PerformanceModel]) -> Callable[[MoEShape, str, int, int, Sequence[int]], Any]:

@@ -6,13 +6,38 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from synth.catalog.shapes import MoEShape
+from synth.catalog.shapes import MoEShape, deployments, load_models
 from synth.planning.plan import Layer, estimate_memory
 
 #: How many layers are enough: with more, each gets too few timings in a minute.
 ANCHORS = 12
 #: Larger layers are passed over: allocating and filling their weights takes longer than timing them.
 _MOST_BYTES = 4 * 2**30
+
+
+def with_anchors(
+    layers: Sequence[Layer], quants: Sequence[str], tokens: int, candidates: Sequence[Layer] | None = None
+) -> tuple[list[Layer], list[list[int]]]:
+    """Return layers with anchors for some quantizations, and the turns in which to time them: the layers come first.
+
+    Parameters
+    ----------
+    quants : sequence of str
+        Quantizations that get anchors: those without a model.
+    tokens : int
+        Largest bucket.
+    candidates : sequence of Layer, optional
+        The catalogue's usual deployments if not given.
+    """
+    if candidates is None:
+        candidates = [Layer.of(d) for d in deployments(load_models(), quants=quants, supported=True)]
+    unique = list({(one.shape, one.quant): one for one in layers}.values())
+    more = [
+        one
+        for quant in quants
+        for one in anchors([layer for layer in unique if layer.quant == quant], candidates, tokens)
+    ]
+    return [*unique, *more], [list(range(len(unique))), *([len(unique) + i] for i in range(len(more)))]
 
 
 def anchors(layers: Sequence[Layer], candidates: Sequence[Layer], tokens: int, count: int = ANCHORS) -> list[Layer]:
