@@ -1,0 +1,1 @@
+"""The commands, by what they are about. They import what they need when they run, so that ``--help`` is quick."""
