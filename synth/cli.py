@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import click
 
 from synth import __version__
-from synth.commands import catalogue, checking, emitting, measuring, modelling
+from synth.commands import catalogue, checking, contributing, emitting, measuring, modelling, porting
 from synth.errors import SynthError
 
 #: Every command, in the order in which people use them.
@@ -17,8 +17,9 @@ SECTIONS: dict[str, tuple[click.Command, ...]] = {
     "What is known": (catalogue.devices, catalogue.models, catalogue.tactics),
     "Time kernels, on a GPU": (measuring.collect, measuring.measurements),
     "Learn from timings": (modelling.fit, modelling.evaluate),
-    "Write a config": (emitting.emit,),
+    "Write a config": (emitting.emit, porting.port),
     "Trust a config": (checking.check, checking.replay, measuring.verify),
+    "Use and share it": (contributing.contribute,),
 }
 
 

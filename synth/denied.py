@@ -1,31 +1,18 @@
 """Tactics whose numbers were found wrong: remembered for one device and FlashInfer version, and never chosen there.
 
-One file lies beside the measurements of its device, FlashInfer version and quantization::
-
-    <root>/<device slug>/flashinfer-<version>/<quant>/denied.json
-
-``synth verify`` writes it, a record a line, and ``synth emit`` reads it. Another version may have mended a kernel, or
-broken another, so that nothing is carried over.
+``synth verify`` writes a file of them (:mod:`synth.record_files`), and ``synth emit`` reads it.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from synth.catalog.shapes import MoEShape
 from synth.catalog.tactics import STAGES, Tactic
 from synth.errors import SynthError
-from synth.files import locked, write_atomically
-from synth.measurements import Origin
-
-#: Version of the file format.
-SCHEMA = 1
-FILE = "denied.json"
+from synth.record_files import RecordFile
 
 
 @dataclass(frozen=True)
@@ -105,72 +92,5 @@ class Denial:
         return cls(stage, Tactic.parse(tactic), MoEShape.parse(shape), tokens, float(deviation), error, date)
 
 
-def path_of(origin: Origin, root: Path) -> Path:
-    """Return the file under a folder of measurements; it may not exist."""
-    return origin.folder(root) / FILE
-
-
-def load(roots: Iterable[Path], origin: Origin) -> tuple[Denial, ...]:
-    """Return what the files of a device, FlashInfer version and quantization under some folders deny.
-
-    Raises
-    ------
-    SynthError
-        When a file is damaged, or is another device's or version's.
-    """
-    found: dict[tuple[str, int, str, int], Denial] = {}
-    for root in roots:
-        path = path_of(origin, root)
-        if path.is_file():
-            for denial in _read(path, origin):
-                found.setdefault(denial.case, denial)
-    return tuple(found[case] for case in sorted(found))
-
-
-def add(denials: Sequence[Denial], origin: Origin, root: Path) -> Path:
-    """Add denials to the file under `root` and return its path; a later one replaces the same case's earlier one.
-
-    Raises
-    ------
-    SynthError
-        When the file that is there is damaged, or can't be written.
-    """
-    path = path_of(origin, root)
-    with locked(path.parent):
-        every = {d.case: d for d in (*load([root], origin), *denials)}
-        lines = ",\n  ".join(json.dumps(every[case].record(), ensure_ascii=False) for case in sorted(every))
-        head = json.dumps(_head(origin), indent=1, ensure_ascii=False)
-        write_atomically(path, f'{head[:-2]},\n "denied": [\n  {lines}\n ]\n}}\n'.encode())
-    return path
-
-
-def _head(origin: Origin) -> dict[str, Any]:
-    return {
-        "schema": SCHEMA,
-        "device": origin.device,
-        "flashinfer": origin.flashinfer,
-        "quant": origin.quant,
-        "simulated": origin.simulated,
-    }
-
-
-def _read(path: Path, origin: Origin) -> list[Denial]:
-    way_out = "mend the file or remove it, and run `synth verify` again"
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as e:
-        raise SynthError(f"can't read {path}: {e.strerror or e}") from e
-    except (ValueError, RecursionError) as e:
-        raise SynthError(f"{path} is not JSON ({e}); {way_out}") from e
-    if not isinstance(content, dict) or not isinstance(content.get("denied"), list):
-        raise SynthError(f"{path} is not a list of denied tactics; {way_out}")
-    for name, value in _head(origin).items():
-        if content.get(name) != value:
-            raise SynthError(f"{path}: its {name} is {content.get(name)!r} and not {value!r}; {way_out}")
-    denials = []
-    for number, record in enumerate(content["denied"], 1):
-        try:
-            denials.append(Denial.parse(record))
-        except SynthError as e:
-            raise SynthError(f"{path}: denied tactic {number}: {e}; {way_out}") from e
-    return denials
+#: ``denied.json``.
+DENIED = RecordFile("denied", "denied tactic", Denial.parse)

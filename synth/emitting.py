@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -35,10 +33,9 @@ from synth.measurements import Timings
 from synth.performance.model import PerformanceModel
 from synth.performance.posterior import NEAR
 from synth.performance.routing import UNIFORM, Routing
+from synth.sidecars import SOURCES, Record, Sidecar, sidecar_path
 
 FORMATS = ("json", "bundled")
-#: Where an entry comes from, the surest first.
-SOURCES = ("measured", "verified", "predicted", "analytical")
 #: Of the probabilities of a choice, that of being within 2 % of the best.
 _TWO_PERCENT = NEAR.index(0.02)
 
@@ -221,7 +218,7 @@ def emit(
     total = sum(len({d.shape_for(engine) for d in ds for engine in engines}) for ds in by_quant.values())
     done = 0
     entries: dict[str, ConfigEntry] = {}
-    records: list[dict[str, Any]] = []
+    records: list[Record] = []
     tallies = []
     for quant, wanted in by_quant.items():
         if not wanted:
@@ -265,16 +262,8 @@ def emit(
     metadata = build_metadata(device.name, flashinfer, provenance)
     ordered = [entries[key] for key in sorted(entries)]
     config = (dumps_json if file_format == "json" else dumps_bundled)(metadata, ordered)
-    head = {
-        "config_sha256": hashlib.sha256(config).hexdigest(),
-        "device": device.name,
-        "flashinfer": flashinfer,
-        **provenance,
-    }
-    # A choice a line: readable, and quick to write.
-    lines = ",\n".join(json.dumps(record) for record in records)
-    sidecar = f'{json.dumps(head, indent=1)[:-2]},\n "choices": [\n{lines}\n]}}\n'
-    return Emission(device, config, sidecar.encode(), tuple(tallies))
+    sidecar = Sidecar({"device": device.name, "flashinfer": flashinfer, **provenance}, tuple(records))
+    return Emission(device, config, sidecar.dumps(config), tuple(tallies))
 
 
 def _origin_of(source: Source) -> dict[str, Any]:
@@ -282,11 +271,6 @@ def _origin_of(source: Source) -> dict[str, Any]:
     if source.denied:
         found["denied"] = sorted({f"gemm{d.stage} {d.tactic}" for d in source.denied})
     return found
-
-
-def sidecar_path(path: Path) -> Path:
-    """Return where a config's sidecar goes: beside it."""
-    return path.with_name(path.name + ".provenance.json")
 
 
 def config_name(device: Device, file_format: str = "json") -> str:
@@ -326,7 +310,17 @@ def output_paths(devices: Sequence[Device], output: str | None = None, file_form
     return [path / name for name in names]
 
 
-def write(emissions: Sequence[Emission], paths: Sequence[Path]) -> None:
+class Writable(Protocol):
+    """A config's bytes and those of its sidecar, None without one."""
+
+    @property
+    def config(self) -> bytes: ...
+
+    @property
+    def sidecar(self) -> bytes | None: ...
+
+
+def write(emissions: Sequence[Writable], paths: Sequence[Path]) -> None:
     """Write each config to its path and its sidecar beside it: all of them, or none.
 
     Everything is first written in full to a temporary folder beside its place. Then the old config is moved away, the
@@ -365,12 +359,14 @@ def write(emissions: Sequence[Emission], paths: Sequence[Path]) -> None:
         ) from e
 
 
-def _stage(folder: Path, path: Path, emission: Emission) -> list[tuple[Path, Path]]:
+def _stage(folder: Path, path: Path, emission: Writable) -> list[tuple[Path, Path]]:
     """Write a config and its sidecar to a temporary folder; return the renames that put them in place, in order."""
     pairs = []
     for target, data in ((sidecar_path(path), emission.sidecar), (path, emission.config)):
         if target.is_dir():
             raise SynthError(f"can't write {target}: a folder is in its place; move it or name another place with -o")
+        if data is None:
+            continue
         fresh = folder / f"new-{'sidecar' if target != path else 'config'}"
         with open(fresh, "xb") as f:
             f.write(data)
@@ -419,7 +415,7 @@ def _render(
     choices: dict[_Place, Choice],
     measured: bool,
     entries: dict[str, ConfigEntry],
-    records: list[dict[str, Any]],
+    records: list[Record],
 ) -> Tally:
     """Add the entries of one quantization and their records; with `measured` none that are analytical."""
     table = load_table(device.tactics_arch, quant, flashinfer)
@@ -460,27 +456,29 @@ def _render(
             regret[source] = regret.get(source, 0.0) + choice.regret * len(fresh)
             within[source] = within.get(source, 0.0) + choice.within[_TWO_PERCENT] * len(fresh)
             gains.append(np.log(choice.fallback_ms / choice.ms))
+        within_1, within_2 = (_short(p) for p in choice.within)
         records.append(
-            {
-                "shape": str(shape),
-                "labels": list(labels[shape]),
-                "quant": quant,
-                "stage": stage,
-                "bucket": bucket,
-                "fused_finalize": fused,
-                "source": source,
-                "written": written,
-                "tactic": str(choice.tactic),
-                "ms": _short(choice.ms),
-                "runner_up": str(choice.runner_up),
-                "runner_up_ms": _short(choice.runner_up_ms),
-                "margin": _short(choice.margin),
-                "fallback_ms": _short(choice.fallback_ms),
-                "expected_regret": _short(choice.regret),
-                **{f"within_{m:.0%}": _short(p) for m, p in zip(NEAR, choice.within, strict=True)},
-                "candidates": choice.candidates,
-                "keys": list(keys[cell]),
-            }
+            Record(
+                shape=str(shape),
+                labels=tuple(labels[shape]),
+                quant=quant,
+                stage=stage,
+                bucket=bucket,
+                fused_finalize=fused,
+                source=source,
+                written=written,
+                tactic=str(choice.tactic),
+                ms=_short(choice.ms),
+                runner_up=str(choice.runner_up),
+                runner_up_ms=_short(choice.runner_up_ms),
+                margin=_short(choice.margin),
+                fallback_ms=_short(choice.fallback_ms),
+                expected_regret=_short(choice.regret),
+                within_1=within_1,
+                within_2=within_2,
+                candidates=choice.candidates,
+                keys=tuple(keys[cell]),
+            )
         )
     gain = float(np.exp(np.mean(gains))) if gains else float("nan")
     return Tally(

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from synth import denied
+from synth.agreed import AGREED, Agreement
 from synth.catalog.shapes import MoEShape
 from synth.catalog.tactics import STAGES, Tactic, TacticTable
 from synth.choosing import Choice, choose
@@ -34,7 +34,7 @@ from synth.collecting import (
     collect,
     journal_to_measurements,
 )
-from synth.denied import Denial
+from synth.denied import DENIED, Denial
 from synth.errors import SynthError
 from synth.measurements import Origin, Problem, Timings, load
 from synth.numbers import (
@@ -108,6 +108,8 @@ class Numbers:
         Their largest deviation; NaN without any.
     compared : tuple of Compared
         Every comparison, wrong ones included.
+    agreements : tuple of Agreement
+        Those of the pairs whose numbers agree.
     denials : tuple of Denial
         What was denied.
     unchecked : str
@@ -117,6 +119,7 @@ class Numbers:
     pairs: int = 0
     worst: float = math.nan
     compared: tuple[Compared, ...] = ()
+    agreements: tuple[Agreement, ...] = ()
     denials: tuple[Denial, ...] = ()
     unchecked: str = ""
 
@@ -272,11 +275,13 @@ def verify(
         if done.outcome in ("failed", "interrupted") or comparator is None:
             break
         found = _compare(state, comparator, gpus[0], numbers, patience)
+        if found.agreements:
+            AGREED.add(found.agreements, state.origin, root)
         new = found.denials[len(numbers.denials) :]
         numbers = found
         if not new:
             break
-        denied.add(new, state.origin, root)
+        DENIED.add(new, state.origin, root)
         state.read()
         strategy = _Spots(state, threshold)
     last = state.choices()
@@ -429,7 +434,7 @@ class _State:
         bad: list[Problem] = [] if problems is None else problems
         found = load(there, o.device, o.quant, o.flashinfer, problems=bad) if there else []
         self.timings = next((t for t in found if t.origin == o), None)
-        self.denials = denied.load(there, o)
+        self.denials = DENIED.load(there, o)
 
     def choices(self, fused_finalize: Sequence[bool] = (True,)) -> list[Choice]:
         return choose(
@@ -564,14 +569,21 @@ def _compare(state: _State, spec: ComparatorSpec, gpu: int, before: Numbers, pat
                         denials += _denials(state, wrong, day)
         except CannotCompare as e:
             unchecked = str(e)
-    right = [p for p, tokens in wanted.items() if _agrees(p, tokens, compared, tolerance)]
-    worst = max((c.deviation for c in compared.values() if c.pair in right), default=math.nan)
-    return Numbers(len(right), worst, tuple(compared.values()), tuple(denials), unchecked)
+    right = {p for p, tokens in wanted.items() if _agrees(p, tokens, compared, tolerance)}
+    agreeing = [c for c in compared.values() if c.pair in right]
+    worst = max((c.deviation for c in agreeing), default=math.nan)
+    agreements = tuple(_agreement(state, c, day) for c in agreeing)
+    return Numbers(len(right), worst, tuple(compared.values()), agreements, tuple(denials), unchecked)
 
 
 def _agrees(pair: Pair, tokens: Sequence[int], compared: Mapping[tuple[Pair, int], Compared], tolerance: float) -> bool:
     found = [compared.get((pair, count)) for count in _some(tokens)]
     return all(c is not None and c.deviation <= tolerance for c in found)
+
+
+def _agreement(state: _State, compared: Compared, day: str) -> Agreement:
+    gemm1, gemm2 = (None if i == -1 else state.table.tactic(i) for i in compared.pair)
+    return Agreement(state.layer.shape, (gemm1, gemm2), compared.tokens, compared.deviation, day)
 
 
 def _denials(state: _State, wrong: dict[int, Compared], day: str) -> list[Denial]:

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from synth.agreed import AGREED, Agreement
 from synth.catalog.shapes import MoEShape
 from synth.catalog.tactics import load_tables
-from synth.denied import FILE, Denial, add, load, path_of
+from synth.denied import DENIED, Denial
 from synth.errors import SynthError
 from synth.measurements import Origin
 
@@ -37,6 +38,41 @@ def test_a_denial_survives_its_record(denial: Denial) -> None:
     assert Denial.parse(json.loads(json.dumps(denial.record(), allow_nan=False))) == denial
 
 
+@st.composite
+def agreements(draw: st.DrawFn) -> Agreement:
+    first, second = ([t for stage, t in KNOWN if stage == wanted] for wanted in (1, 2))
+    pair = draw(st.none() | st.sampled_from(first)), draw(st.none() | st.sampled_from(second))
+    deviation = draw(st.floats(0, allow_nan=False, allow_infinity=False))
+    return Agreement(OLMOE, pair, draw(st.integers(1, 1 << 20)), deviation, draw(st.text()))
+
+
+@given(agreement=agreements())
+def test_an_agreement_survives_its_record(agreement: Agreement) -> None:
+    assert Agreement.parse(json.loads(json.dumps(agreement.record(), allow_nan=False))) == agreement
+
+
+@settings(max_examples=25)
+@given(agreements=st.lists(agreements(), max_size=4))
+def test_agreements_survive_their_file(tmp_path_factory: pytest.TempPathFactory, agreements: list[Agreement]) -> None:
+    root = tmp_path_factory.mktemp("agreed")
+    AGREED.add(agreements, H200, root)
+    assert {a.case: a for a in AGREED.load([root], H200)} == {a.case: a for a in agreements}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"deviation": None}, {"deviation": -1}, {"tokens": 0}, {"gemm1": "none"}, {"shape": "h1"}, {"date": 3}],
+    ids=repr,
+)
+def test_a_damaged_agreement_is_refused_with_its_place(tmp_path: Path, change: dict[str, object]) -> None:
+    path = AGREED.add([Agreement(OLMOE, (KNOWN[0][1], None), 64, 0.001, "2025-12-02")], H200, tmp_path)
+    content = json.loads(path.read_text(encoding="utf-8"))
+    content["agreed"][0].update(change)
+    path.write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(SynthError, match=r"agreed\.json: compared pair 1: .*synth verify"):
+        AGREED.load([tmp_path], H200)
+
+
 @settings(max_examples=25)
 @given(first=st.lists(denials(), max_size=4), second=st.lists(denials(), max_size=4))
 def test_additions_are_merged_and_the_later_one_of_a_case_counts(
@@ -44,17 +80,17 @@ def test_additions_are_merged_and_the_later_one_of_a_case_counts(
 ) -> None:
     root = tmp_path_factory.mktemp("denied")
     for some in (first, second):
-        path = add(some, H200, root)
+        path = DENIED.add(some, H200, root)
     expected = {d.case: d for d in (*first, *second)}
-    assert {d.case: d for d in load([root], H200)} == expected
+    assert {d.case: d for d in DENIED.load([root], H200)} == expected
     again = path.read_bytes()
-    add(second, H200, root)
+    DENIED.add(second, H200, root)
     assert path.read_bytes() == again
 
 
 def test_a_person_can_read_the_file(tmp_path: Path) -> None:
-    path = add([FIRST], H200, tmp_path)
-    assert path == tmp_path / "nvidia-h200" / "flashinfer-0.7.4" / "bf16" / FILE
+    path = DENIED.add([FIRST], H200, tmp_path)
+    assert path == tmp_path / "nvidia-h200" / "flashinfer-0.7.4" / "bf16" / "denied.json"
     lines = path.read_text(encoding="utf-8").splitlines()
     assert any(str(FIRST.tactic) in line and '"tokens": 64' in line for line in lines)
     assert str(FIRST).endswith("at 64 tokens: off by 50.0%")
@@ -65,28 +101,28 @@ def test_a_person_can_read_the_file(tmp_path: Path) -> None:
 def test_nothing_is_carried_over_to_another_device_version_or_quantization(
     tmp_path: Path, change: dict[str, str]
 ) -> None:
-    add([FIRST], H200, tmp_path)
+    DENIED.add([FIRST], H200, tmp_path)
     other = dataclasses.replace(H200, **change)
-    assert load([tmp_path], other) == ()
+    assert DENIED.load([tmp_path], other) == ()
     # A file that was copied there is another one's.
-    path = path_of(other, tmp_path)
+    path = DENIED.path(other, tmp_path)
     path.parent.mkdir(parents=True)
-    path.write_bytes(path_of(H200, tmp_path).read_bytes())
-    with pytest.raises(SynthError, match=f"{FILE}: its {next(iter(change))} is"):
-        load([tmp_path], other)
+    path.write_bytes(DENIED.path(H200, tmp_path).read_bytes())
+    with pytest.raises(SynthError, match=f"denied.json: its {next(iter(change))} is"):
+        DENIED.load([tmp_path], other)
 
 
 def test_simulated_denials_are_refused_for_a_real_device(tmp_path: Path) -> None:
-    add([FIRST], dataclasses.replace(H200, simulated=True), tmp_path)
+    DENIED.add([FIRST], dataclasses.replace(H200, simulated=True), tmp_path)
     with pytest.raises(SynthError, match="its simulated is True and not False"):
-        load([tmp_path], H200)
+        DENIED.load([tmp_path], H200)
 
 
 def test_several_folders_are_read_as_one(tmp_path: Path) -> None:
     second = dataclasses.replace(FIRST, stage=2, deviation=math.inf)
-    add([FIRST], H200, tmp_path / "own")
-    add([FIRST, second], H200, tmp_path / "shipped")
-    assert load([tmp_path / "own", tmp_path / "shipped", tmp_path / "none"], H200) == (FIRST, second)
+    DENIED.add([FIRST], H200, tmp_path / "own")
+    DENIED.add([FIRST, second], H200, tmp_path / "shipped")
+    assert DENIED.load([tmp_path / "own", tmp_path / "shipped", tmp_path / "none"], H200) == (FIRST, second)
 
 
 @pytest.mark.parametrize(
@@ -102,14 +138,14 @@ def test_several_folders_are_read_as_one(tmp_path: Path) -> None:
     ids=repr,
 )
 def test_a_damaged_file_is_one_line_with_the_way_out(tmp_path: Path, content: bytes, says: str) -> None:
-    path = path_of(H200, tmp_path)
+    path = DENIED.path(H200, tmp_path)
     path.parent.mkdir(parents=True)
     path.write_bytes(content)
     with pytest.raises(SynthError, match=says) as caught:
-        load([tmp_path], H200)
+        DENIED.load([tmp_path], H200)
     assert str(path) in str(caught.value) and "mend the file or remove it" in str(caught.value)
     with pytest.raises(SynthError, match=says):
-        add([FIRST], H200, tmp_path)
+        DENIED.add([FIRST], H200, tmp_path)
     assert path.read_bytes() == content
 
 
@@ -128,13 +164,13 @@ def test_a_damaged_file_is_one_line_with_the_way_out(tmp_path: Path, content: by
     ids=repr,
 )
 def test_a_damaged_record_is_named(tmp_path: Path, change: dict[str, object], says: str) -> None:
-    path = add([FIRST], H200, tmp_path)
+    path = DENIED.add([FIRST], H200, tmp_path)
     content = json.loads(path.read_text(encoding="utf-8"))
     content["denied"][0].update(change)
     path.write_text(json.dumps(content), encoding="utf-8")
     with pytest.raises(SynthError, match=f"denied tactic 1: .*{says}"):
-        load([tmp_path], H200)
+        DENIED.load([tmp_path], H200)
     del content["denied"][0]["date"]
     path.write_text(json.dumps(content), encoding="utf-8")
     with pytest.raises(SynthError, match="lacks a field"):
-        load([tmp_path], H200)
+        DENIED.load([tmp_path], H200)

@@ -15,8 +15,9 @@ from click.testing import CliRunner
 from synth.catalog.devices import find_devices, get_device, load_devices
 from synth.catalog.shapes import MoEShape
 from synth.cli import main
-from synth.emitting import config_name, sidecar_path
+from synth.emitting import config_name
 from synth.measurements import Origin
+from synth.sidecars import sidecar_path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])

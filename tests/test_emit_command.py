@@ -17,11 +17,11 @@ from synth.catalog.devices import find_devices, get_device
 from synth.catalog.shapes import find_model
 from synth.catalog.tactics import load_table
 from synth.cli import main
-from synth.emitting import sidecar_path
 from synth.fitting import save
 from synth.flashinfer.formats import read
 from synth.measurements import Origin, Row, ShapeTimings, load, write
 from synth.performance.model import Cells, PerformanceModel
+from synth.sidecars import sidecar_path
 
 ROOT = Path(__file__).parent.parent
 Run = Callable[..., Result]

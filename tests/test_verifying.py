@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from synth import denied
+from synth.agreed import AGREED, load_agreed
 from synth.catalog.shapes import MoEShape
 from synth.catalog.tactics import Tactic
 from synth.choosing import choose
 from synth.cli import main
 from synth.collecting import Fault, InlinePool, running, simulated_runner
+from synth.denied import DENIED
 from synth.errors import SynthError
 from synth.fitting import save
 from synth.measurements import Origin, Timings, load
@@ -148,10 +149,27 @@ def test_a_tactic_with_wrong_numbers_is_denied_remembered_and_replaced(
     assert (denial.stage, denial.tactic) == (2, model.table.tactic(guilty))
     assert (denial.shape, denial.deviation) == (OLMOE.shape, 0.5)
     assert guilty not in found.chosen.values() and found.chosen[1, 16] == right.chosen[1, 16]
-    assert denied.load([tmp_path], SIMULATED) == (denial,)
+    assert DENIED.load([tmp_path], SIMULATED) == (denial,)
     assert found.numbers.worst < 0.01
+    assert all(model.table.tactic(guilty) not in one.tactics for one in load_agreed([tmp_path], SIMULATED))
     again = check(wrong=(guilty,))
     assert again.numbers.denials == () and again.chosen == found.chosen
+
+
+def test_pairs_whose_numbers_agree_are_remembered(check: Check, model: PerformanceModel, tmp_path: Path) -> None:
+    found = check()
+    agreed = AGREED.load([tmp_path], SIMULATED)
+    assert set(agreed) == set(found.numbers.agreements)
+    pairs = {one.tactics for one in agreed}
+    assert len(pairs) == found.numbers.pairs
+    for bucket in {bucket for _, bucket in found.chosen}:
+        # A tactic that is the fallback's own isn't written.
+        wanted = [
+            None if i == model.table.fallback_id(stage) else model.table.tactic(i)
+            for stage in (1, 2)
+            for i in [found.chosen[stage, bucket]]
+        ]
+        assert wanted == [None, None] or tuple(wanted) in pairs
 
 
 def test_wrong_numbers_after_wrong_numbers_are_all_found(check: Check, model: PerformanceModel) -> None:
@@ -257,7 +275,7 @@ def test_wrong_usage_is_one_line(command: Run, options: tuple[str, ...], says: s
 
 
 def test_a_damaged_list_of_denied_tactics_stops_the_command(command: Run, tmp_path: Path) -> None:
-    path = denied.path_of(SIMULATED, tmp_path / "own" / "simulated")
+    path = DENIED.path(SIMULATED, tmp_path / "own" / "simulated")
     path.parent.mkdir(parents=True)
     path.write_bytes(b"{")
     result = command("--dry-run")

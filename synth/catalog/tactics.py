@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import resources
+from typing import Any
 
 from synth.errors import SynthError
 
@@ -199,12 +200,25 @@ class TacticTable:
 
 
 @functools.cache
-def _tables(flashinfer: str) -> dict[tuple[str, str], TacticTable]:
+def _releases() -> dict[str, list[dict[str, Any]]]:
+    """Return the rows of every release; releases whose C++ enumerates alike share a file, named after the first."""
     folder = resources.files("synth.catalog") / "tactics"
-    try:
-        data = json.loads((folder / f"{flashinfer}.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise SynthError(f"no tactic table for FlashInfer {flashinfer}; known: {', '.join(known_versions())}") from None
+    found: dict[str, list[dict[str, Any]]] = {}
+    for path in folder.iterdir():
+        if path.name.endswith(".json"):
+            data = json.loads(path.read_text(encoding="utf-8"))
+            found.update(dict.fromkeys(data["versions"], data["tables"]))
+    return found
+
+
+@functools.cache
+def _tables(flashinfer: str) -> dict[tuple[str, str], TacticTable]:
+    rows = _releases().get(flashinfer)
+    if rows is None:
+        known = known_versions()
+        raise SynthError(
+            f"no tactic table for FlashInfer {flashinfer}; known: {len(known)} releases from {known[0]} to {known[-1]}"
+        )
     return {
         (row["arch"], row["quant"]): TacticTable(
             flashinfer,
@@ -213,16 +227,14 @@ def _tables(flashinfer: str) -> dict[tuple[str, str], TacticTable]:
             tuple(map(Tactic.parse, row["gemm1"])),
             tuple(map(Tactic.parse, row["gemm2"])),
         )
-        for row in data["tables"]
+        for row in rows
     }
 
 
 @functools.cache
 def known_versions() -> tuple[str, ...]:
-    """Return the FlashInfer versions with a tactic table, oldest first."""
-    folder = resources.files("synth.catalog") / "tactics"
-    names = [p.name.removesuffix(".json") for p in folder.iterdir() if p.name.endswith(".json")]
-    return tuple(sorted(names, key=lambda v: [int(x) for x in re.findall(r"\d+", v)]))
+    """Return the FlashInfer releases with a tactic table, oldest first; a post-release is one of its own."""
+    return tuple(sorted(_releases(), key=lambda v: [int(x) for x in re.findall(r"\d+", v)]))
 
 
 def load_tables(flashinfer: str = DEFAULT_FLASHINFER) -> tuple[TacticTable, ...]:

@@ -207,7 +207,7 @@ def _source(
 ) -> Source | str:
     """Return what to choose by: the fitted model or else the analytic one, and timings; or why there is nothing."""
     from synth.console import problems
-    from synth.denied import load as load_denied
+    from synth.denied import DENIED
     from synth.emitting import Source, analytical_source
     from synth.measurements import load
     from synth.paths import find_model, readable
@@ -238,7 +238,7 @@ def _source(
             "and says how good it is",
             err=True,
         )
-    return Source(model, timings, name, load_denied(folders, model.origin_))
+    return Source(model, timings, name, DENIED.load(folders, model.origin_))
 
 
 #: Options that the command to collect takes over from the one to emit, in the order in which they are printed.
@@ -328,7 +328,7 @@ def _warn_of_analytical(emissions: Sequence[Emission], layer: Mapping[str, Any])
 
 def _print_emission(emission: Emission, path: Path) -> None:
     from synth.console import table
-    from synth.emitting import SOURCES, sidecar_path
+    from synth.sidecars import SOURCES, sidecar_path
 
     table(
         f"{emission.device.name}: {path}",

@@ -22,6 +22,7 @@ from synth.errors import SynthError
 
 if TYPE_CHECKING:
     from synth.catalog.shapes import Deployment
+    from synth.catalog.tactics import Tactic, TacticTable
 
 #: Engines whose calls are known.
 ENGINES = ("vllm", "sglang")
@@ -126,6 +127,17 @@ class Contract:
         Hybrid grid that rounds up; else powers of two that round down.
     metadata_keys : tuple of str
         The ``_metadata`` keys that must match; empty where there are no JSON files.
+    entry_elements : int
+        Elements of a JSON entry that are read: runner and tactic, then the profiling policy, then the times. Further
+        ones are ignored, so that a longer entry is taken, too. 0 where there are no JSON files.
+    managed_store : bool
+        There is an ``autotune_v2`` store beside the JSON files.
+    finalize_option : bool
+        Callers can turn gemm2's fused finalize step off (``use_fused_finalize``), which shortens its range of ids; no
+        key says so before 0.6.18.
+    misreads_gemm2_ids : bool
+        A gemm2 id that is less than gemm2's number of tactics is tuned as what it is, and served as if it were counted
+        from gemm2's first tactic: see :func:`served_id`.
     """
 
     first: str
@@ -133,18 +145,26 @@ class Contract:
     extras: tuple[str, ...] | None
     hybrid_buckets: bool
     metadata_keys: tuple[str, ...]
+    entry_elements: int
+    managed_store: bool = False
+    finalize_option: bool = True
+    misreads_gemm2_ids: bool = False
 
 
-#: Every known version, oldest first. 0.7.4 is checked against the package by the tests.
+#: Every known version, oldest first. The installed one is checked by the tests, every other one by a slow test that
+#: downloads the wheels.
 CONTRACTS = (
-    Contract("0.6.4", "0.6.6", None, False, ()),
-    Contract("0.6.7", "0.6.9", None, False, _METADATA_5),
-    Contract("0.6.10", "0.6.10", None, True, _METADATA_5),
-    Contract("0.6.11", "0.6.12", None, True, _METADATA_6),
-    Contract("0.6.13", "0.6.17", (), True, _METADATA_6),
-    Contract("0.6.18", "0.6.18", _EXTRAS_WITH_RANKS, True, _METADATA_6),
-    Contract("0.7.0", "0.7.1", _EXTRAS_WITH_RANKS, True, _METADATA_7),
-    Contract("0.7.2", "0.7.4", _EXTRAS, True, _METADATA_7),
+    Contract("0.6.4", "0.6.6", None, False, (), 0, finalize_option=False, misreads_gemm2_ids=True),
+    Contract("0.6.7", "0.6.9", None, False, _METADATA_5, 2, finalize_option=False, misreads_gemm2_ids=True),
+    Contract("0.6.10", "0.6.10", None, True, _METADATA_5, 2, finalize_option=False, misreads_gemm2_ids=True),
+    Contract("0.6.11", "0.6.12", None, True, _METADATA_6, 2, finalize_option=False, misreads_gemm2_ids=True),
+    Contract("0.6.13", "0.6.14", (), True, _METADATA_6, 2, finalize_option=False, misreads_gemm2_ids=True),
+    Contract("0.6.15", "0.6.17", (), True, _METADATA_6, 2),
+    Contract("0.6.18", "0.6.18", _EXTRAS_WITH_RANKS, True, _METADATA_6, 2),
+    Contract("0.7.0", "0.7.0", _EXTRAS_WITH_RANKS, True, _METADATA_7, 2, managed_store=True),
+    Contract("0.7.1", "0.7.1", _EXTRAS_WITH_RANKS, True, _METADATA_7, 3, managed_store=True),
+    Contract("0.7.2", "0.7.2", _EXTRAS, True, _METADATA_7, 3, managed_store=True),
+    Contract("0.7.4", "0.7.4", _EXTRAS, True, _METADATA_7, 4, managed_store=True),
 )
 #: The ``_metadata`` keys of the default version.
 METADATA_KEYS = CONTRACTS[-1].metadata_keys
@@ -171,9 +191,32 @@ def contract_for(flashinfer: str = DEFAULT_FLASHINFER) -> Contract:
         if _release(contract.first) <= release <= _release(contract.last):
             return contract
     raise SynthError(
-        f"FlashInfer {flashinfer} is not known; known: {CONTRACTS[0].first} to {CONTRACTS[-1].last}; "
+        f"FlashInfer {flashinfer} is not known; known: the releases from {CONTRACTS[0].first} to {CONTRACTS[-1].last}; "
         "name one of these or update synth"
     )
+
+
+def served_id(table: TacticTable, stage: int, tactic_id: int) -> int:
+    """Return the id of the tactic that FlashInfer runs where an entry says `tactic_id`.
+
+    Up to 0.6.14 the tuner times gemm2's tactics under their ids, but the operation adds gemm1's number of tactics to an
+    id that is less than gemm2's. On SM120 with NVFP4, whose gemm2 has twice gemm1's tactics, every tactic without
+    swapped operands is thus tuned and the one with them served. Later versions serve what was tuned.
+    """
+    shifted = contract_for(table.flashinfer).misreads_gemm2_ids and stage == 2 and 0 <= tactic_id < len(table.gemm2)
+    return tactic_id + len(table.gemm1) if shifted else tactic_id
+
+
+def entry_id(table: TacticTable, stage: int, tactic: Tactic) -> int:
+    """Return the id that an entry must hold for FlashInfer to run `tactic`: the inverse of :func:`served_id`.
+
+    Raises
+    ------
+    SynthError
+        When there is no such tactic in this stage.
+    """
+    wanted = table.id_of(stage, tactic)
+    return wanted if served_id(table, stage, wanted) == wanted else wanted - len(table.gemm1)
 
 
 @dataclass(frozen=True)
@@ -282,15 +325,15 @@ def token_buckets(max_tokens: int, flashinfer: str = DEFAULT_FLASHINFER) -> tupl
 def map_to_bucket(tokens: int, max_tokens: int, flashinfer: str = DEFAULT_FLASHINFER) -> int:
     """Return the bucket that FlashInfer looks up for `tokens`: rounded up and clamped to the maximum.
 
-    Versions before 0.6.10 round down to a power of two.
+    Versions before 0.6.10 round down to a power of two. With a maximum that is none, they look a power of two above it
+    up in a bucket of the maximum, which they never tune.
     """
     if max_tokens < 1:
         raise SynthError(f"the maximum token count must be at least 1, not {max_tokens}")
     if tokens < 1:
         return 1
     if not contract_for(flashinfer).hybrid_buckets:
-        largest = 1 << (max_tokens.bit_length() - 1)
-        return min(1 << (tokens.bit_length() - 1), largest)
+        return min(1 << (tokens.bit_length() - 1), max_tokens)
     if tokens >= max_tokens:
         return max_tokens
     if tokens <= 256:
@@ -380,39 +423,49 @@ def file_keys(
     SynthError
         When the engine, quantization, activation or stage is not known, or the layer can't be packed.
     """
+    found = (
+        signature_keys(deployment, signature, bucket, stage, arch, flashinfer, fused_finalize=fused_finalize)
+        for signature in signatures(engine, deployment.quant)
+    )
+    return tuple(dict.fromkeys(itertools.chain.from_iterable(found)))
+
+
+def signature_keys(
+    deployment: Deployment,
+    signature: CallSignature,
+    bucket: int,
+    stage: int,
+    arch: str,
+    flashinfer: str = DEFAULT_FLASHINFER,
+    *,
+    fused_finalize: bool = True,
+) -> tuple[str, ...]:
+    """Return the keys of one call signature; parameters and errors are those of :func:`file_keys`."""
     if stage not in OPS:
         raise SynthError(f"stage must be 1 or 2, not {stage}")
     if bucket < 1:
         raise SynthError(f"a token bucket must be at least 1, not {bucket}")
-    contract = contract_for(flashinfer)
-    activation = _activation_number(deployment)
-    pdl = arch_number(arch) >= 90
-    keys: dict[str, None] = {}
-    for signature in signatures(engine, deployment.quant):
-        shapes = _shapes(deployment, signature, bucket)
-        values: dict[str, Extra] = {
-            "x_dtype": signature.x_dtype,
-            "weight_dtype": signature.weight_dtype,
-            "output_dtype": BF16,
-            "top_k": deployment.shape.top_k,
-            "tp_size": deployment.tp,
-            "ep_size": deployment.ep,
-            "cluster_size": 1,
-            "cluster_rank": 0,
-            "enable_alltoall": False,
-            "use_deepseek_fp8_block_scale": False,
-            "use_w4_group_scaling": False,
-            "use_mxfp8_act_scaling": signature.mxfp8,
-            "use_wfp4afp8_humming": False,
-            "min_latency_mode": False,
-            "enable_pdl": pdl,
-            "activation_type": activation,
-            "use_packed_weights": False,
-            "use_fused_finalize": fused_finalize,
-        }
-        for text in _render(contract, OPS[stage], shapes, values, deployment.tp, deployment.ep):
-            keys[text] = None
-    return tuple(keys)
+    values: dict[str, Extra] = {
+        "x_dtype": signature.x_dtype,
+        "weight_dtype": signature.weight_dtype,
+        "output_dtype": BF16,
+        "top_k": deployment.shape.top_k,
+        "tp_size": deployment.tp,
+        "ep_size": deployment.ep,
+        "cluster_size": 1,
+        "cluster_rank": 0,
+        "enable_alltoall": False,
+        "use_deepseek_fp8_block_scale": False,
+        "use_w4_group_scaling": False,
+        "use_mxfp8_act_scaling": signature.mxfp8,
+        "use_wfp4afp8_humming": False,
+        "min_latency_mode": False,
+        "enable_pdl": arch_number(arch) >= 90,
+        "activation_type": _activation_number(deployment),
+        "use_packed_weights": False,
+        "use_fused_finalize": fused_finalize,
+    }
+    return render_keys(contract_for(flashinfer), OPS[stage], _shapes(deployment, signature, bucket), values)
 
 
 def _activation_number(deployment: Deployment) -> int:
@@ -449,27 +502,26 @@ def _shapes(deployment: Deployment, signature: CallSignature, bucket: int) -> tu
     )
 
 
-def _render(
-    contract: Contract,
-    op: str,
-    shapes: tuple[tuple[int, ...], ...],
-    values: Mapping[str, Extra],
-    tp: int,
-    ep: int,
+def render_keys(
+    contract: Contract, op: str, shapes: tuple[tuple[int, ...], ...], values: Mapping[str, Extra]
 ) -> tuple[str, ...]:
+    """Return one call's key as FlashInfer writes it: one, or where the contract's keys hold ranks, that of every rank.
+
+    Parameters
+    ----------
+    contract : Contract
+    op : str
+        One of :data:`OPS`.
+    shapes : tuple of tuple of int
+        Of x, gemm1's weights and bias, gemm2's weights and bias.
+    values : mapping
+        Extras by name; those that the contract doesn't have are left out, ranks are filled in.
+    """
     if contract.extras is None:
         return (str((op, RUNNER, shapes)),)
-    if "tp_rank" not in contract.extras:
-        return (str((op, RUNNER, shapes, tuple(values[name] for name in contract.extras))),)
+    tp, ep = (int(values[name]) if "tp_rank" in contract.extras else 1 for name in ("tp_size", "ep_size"))
     return tuple(
-        str(
-            (
-                op,
-                RUNNER,
-                shapes,
-                tuple({**values, "tp_rank": t, "ep_rank": e}[name] for name in contract.extras),
-            )
-        )
+        str((op, RUNNER, shapes, tuple({**values, "tp_rank": t, "ep_rank": e}[name] for name in contract.extras)))
         for t, e in itertools.product(range(tp), range(ep))
     )
 
