@@ -35,7 +35,7 @@ from synth.flashinfer import runtime
 from synth.numbers import TOLERANCE
 
 COLUMNS = ("shape", "tokens", "label", "g1", "g2", "ms", "quant", "spread", "error")
-FALLBACK, AUTOTUNED = "fallback", "autotuned"
+FALLBACK, AUTOTUNED, BUNDLED = "fallback", "autotuned", "bundled"
 _GRAPH_MS = 2.0
 _MAX_CALLS = 20
 
@@ -87,7 +87,7 @@ def parse_config(text: str) -> tuple[str, Path]:
     label, path = (label, Path(path_text)) if equals else ("synth", Path(text))
     if not path.is_file():
         raise SynthError(f"--config {path}: there is no such file")
-    if label in (FALLBACK, AUTOTUNED):
+    if label in (FALLBACK, AUTOTUNED, BUNDLED):
         raise SynthError(f"--config {text}: the label {label} is taken; give another")
     return label, path
 
@@ -99,6 +99,7 @@ def run_layer(
     configs: list[tuple[str, Path]],
     *,
     autotune: bool,
+    bundled: bool = False,
     rounds: int,
     max_tokens: int,
     deadline: float,
@@ -110,7 +111,7 @@ def run_layer(
     )
     say(f"{name} {deployment.shape} {deployment.quant}: allocated in {time.monotonic() - began:.1f} s")
     with tempfile.TemporaryDirectory() as folder:
-        variants = list(configs)
+        variants: list[tuple[str, Path | None]] = [*configs, *([(BUNDLED, None)] if bundled else [])]
         if autotune:
             began, tuned = time.monotonic(), Path(folder) / "autotuned.json"
             runtime.tune(layer, tokens, tuned)
@@ -124,7 +125,7 @@ def run_layer(
 
 
 def run_cell(
-    name: str, layer: runtime.Layer, tokens: int, variants: list[tuple[str, Path]], rounds: int
+    name: str, layer: runtime.Layer, tokens: int, variants: list[tuple[str, Path | None]], rounds: int
 ) -> Iterator[Row]:
     """Time every variant of one layer at one token count."""
     inputs = layer.inputs(tokens)
@@ -135,7 +136,7 @@ def run_cell(
     errors = {FALLBACK: 0.0}
     graphs = {FALLBACK: runtime.capture(lambda: layer.call(inputs, runtime.FALLBACK), calls)}
     for label, path in variants:
-        with runtime.serving(path):
+        with runtime.serving(path) if path else runtime.serving_bundled():
             pairs[label] = runtime.served_pair(layer, inputs)
             errors[label] = layer.relative_error(inputs)
             graphs[label] = runtime.capture(lambda: layer.call(inputs), calls)
@@ -213,6 +214,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--quant", choices=("bf16", "fp8"), default="bf16")
     parser.add_argument("--tokens", default="1,8,64,256,1024,4096", help="token counts (default: %(default)s)")
     parser.add_argument("--config", action="append", default=[], help="[LABEL=]PATH of a v1 JSON config")
+    parser.add_argument("--bundled", action="store_true", help="FlashInfer's own module for this GPU, if it has one")
     parser.add_argument("--no-autotune", action="store_true", help="leave FlashInfer's own autotuner out")
     parser.add_argument("--rounds", type=int, default=21, help="timings of each variant (default: %(default)s)")
     parser.add_argument("--max-tokens", type=int, default=runtime.DEFAULT_MAX_TOKENS, help="tune_max_num_tokens")
@@ -233,8 +235,8 @@ def main(arguments: list[str] | None = None) -> int:
                     say(f"{name}: out of time")
                     break
                 for row in run_layer(
-                    name, deployment, tokens, configs, autotune=not options.no_autotune, rounds=options.rounds,
-                    max_tokens=options.max_tokens, deadline=deadline,
+                    name, deployment, tokens, configs, autotune=not options.no_autotune,
+                    bundled=options.bundled, rounds=options.rounds, max_tokens=options.max_tokens, deadline=deadline,
                 ):  # fmt: skip
                     write(row)
                     rows.append(row)

@@ -196,7 +196,7 @@ def prepare(
         refused=counted,
         gains=tuple(gains[case] for case in sorted(gains)),
         labels={q: _labels(records[key] for key in kept if records[key].quant == q) for q in quants},
-        provenance=_provenance([known[q] for q in quants]),
+        provenance=_provenance(known, (records[key] for key in kept)),
         agreements={q: tuple(agreements[q]) for q in quants},
     )
 
@@ -334,15 +334,15 @@ def _labels(records: Iterable[Record]) -> tuple[str, ...]:
     return tuple(sorted({label for record in records for label in record.labels}))
 
 
-def _provenance(known: Iterable[_Known]) -> dict[str, tuple[str, ...]]:
-    """Return driver, CUDA, torch and days of all timings of the quantizations."""
+def _provenance(known: Mapping[str, _Known], records: Iterable[Record]) -> dict[str, tuple[str, ...]]:
+    """Return driver, CUDA, torch and days of the timings of the layers of some entries."""
     found: dict[str, set[str]] = {"driver": set(), "cuda": set(), "torch": set(), "date": set()}
-    for one in known:
-        for passes in one.timings.passes if one.timings is not None else ():
-            for facts in passes.values():
-                for name, values in found.items():
-                    if isinstance(facts.get(name), str):
-                        values.add(facts[name][:10] if name == "date" else facts[name])
+    for quant, text in {(record.quant, record.shape) for record in records}:
+        timings, shape = known[quant].timings, known[quant].index[MoEShape.parse(text)]
+        for facts in timings.passes[shape].values() if timings is not None else ():
+            for name, values in found.items():
+                if isinstance(facts.get(name), str):
+                    values.add(facts[name][:10] if name == "date" else facts[name])
     return {name: tuple(sorted(values)) for name, values in found.items() if values}
 
 

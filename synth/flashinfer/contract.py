@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 #: Engines whose calls are known.
 ENGINES = ("vllm", "sglang")
+#: With "1" in this variable FlashInfer reads its bundled configs.
+ENV_BUNDLED = "FLASHINFER_AUTOTUNER_LOAD_FROM_FILE"
 #: The tunable operations of the CUTLASS MoE, by stage.
 OPS = {1: "trtllm::fused_moe::gemm1", 2: "trtllm::fused_moe::gemm2"}
 #: Class name of the CUTLASS MoE runner, in the key and in the entry.

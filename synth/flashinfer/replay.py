@@ -24,6 +24,7 @@ from synth.catalog.tactics import DEFAULT_FLASHINFER, TacticTable, load_table
 from synth.errors import MissingDependencyError, SynthError
 from synth.flashinfer.contract import (
     BF16,
+    ENV_BUNDLED,
     OPS,
     RUNNER,
     SERVER_MAX_TOKENS,
@@ -41,8 +42,6 @@ from synth.flashinfer.contract import (
     unreachable,
 )
 from synth.flashinfer.formats import BUNDLED_PREFIX, ConfigFile, read
-
-_ENV_BUNDLED = "FLASHINFER_AUTOTUNER_LOAD_FROM_FILE"
 
 
 @dataclass(frozen=True)
@@ -429,8 +428,8 @@ def _installed(
 ) -> Iterator[tuple[str, str] | None]:
     """Put the file where FlashInfer looks for it; give the code and reason if FlashInfer refuses it."""
     bundled = config.kind == "bundled"
-    before = os.environ.get(_ENV_BUNDLED)
-    os.environ[_ENV_BUNDLED] = "1" if bundled else "0"
+    before = os.environ.get(ENV_BUNDLED)
+    os.environ[ENV_BUNDLED] = "1" if bundled else "0"
     autotuner = importlib.import_module("flashinfer.autotuner.autotuner")
     module_name: str = autotuner.get_config_path(is_module=True)
     shadowed = sys.modules.get(module_name)
@@ -453,9 +452,9 @@ def _installed(
         if shadowed is not None:
             sys.modules[module_name] = shadowed
         if before is None:
-            del os.environ[_ENV_BUNDLED]
+            del os.environ[ENV_BUNDLED]
         else:
-            os.environ[_ENV_BUNDLED] = before
+            os.environ[ENV_BUNDLED] = before
 
 
 def _load_json(path: Path, config: ConfigFile, stub: StubbedFlashInfer) -> tuple[str, str] | None:

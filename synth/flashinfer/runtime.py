@@ -16,6 +16,7 @@ import datetime
 import importlib
 import importlib.metadata
 import math
+import os
 import subprocess
 import time
 from collections import Counter
@@ -30,7 +31,15 @@ from synth.catalog.shapes import MoEShape, check_supported
 from synth.catalog.tactics import STAGES, load_table
 from synth.collecting.runner import OutOfMemory, StickyError, TacticError
 from synth.errors import MissingDependencyError, SynthError
-from synth.flashinfer.contract import ACTIVATION_TYPES, ACTIVATIONS, OPS, CallSignature, map_to_bucket, signatures
+from synth.flashinfer.contract import (
+    ACTIVATION_TYPES,
+    ACTIVATIONS,
+    ENV_BUNDLED,
+    OPS,
+    CallSignature,
+    map_to_bucket,
+    signatures,
+)
 from synth.performance.routing import UNIFORM, Routing
 
 #: FlashInfer's profiler cycles through this many fixed routing samples, one per launch.
@@ -618,6 +627,27 @@ def serving(path: Path) -> Iterator[None]:
     autotuner.AutoTuner.get().clear_cache()
     with autotuner.autotune(False, cache=str(path)):
         yield
+
+
+@contextlib.contextmanager
+def serving_bundled() -> Iterator[None]:
+    """Let FlashInfer serve from the module for this GPU in its own ``tuning_configs``, and from nothing else.
+
+    Raises
+    ------
+    SynthError
+        When FlashInfer isn't told to read it, or has none for this GPU.
+    """
+    autotuner = importlib.import_module("flashinfer.autotuner.autotuner")
+    if os.environ.get(ENV_BUNDLED) != "1":
+        raise SynthError(f"FlashInfer reads bundled configs only with {ENV_BUNDLED}=1; set it")
+    module = autotuner.get_config_path(is_module=True)
+    try:
+        importlib.import_module(module)
+    except ImportError as e:
+        raise SynthError(f"the installed FlashInfer has no {module}; put the module there") from e
+    autotuner.AutoTuner.get().clear_cache()
+    yield
 
 
 @contextlib.contextmanager
