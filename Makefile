@@ -1,6 +1,8 @@
 # make config   fit the shipped timings and write build/nvidia-h200.json; needs only Python and the network
 # make test     run all tests, those against the real FlashInfer (CPU torch will do) and Ray included
 # make lint     ruff and mypy
+# make install-test   build wheel and sdist, install each into an empty environment, and use it there
+# make docs     write docs/cli.md anew
 # make clean    remove build/
 #
 # PYTHON=python3.12 names the interpreter, VENV=folder the virtual environment.
@@ -20,7 +22,7 @@ STAMP := $(VENV)/.stamp-$(subst /,_,$(PYTHON))
 SOURCES := $(shell find synth measurements $(wildcard $(BUILD)/measurements) -type f -not -name '*.pyc')
 
 .DELETE_ON_ERROR:
-.PHONY: config test lint ruff mypy clean
+.PHONY: config test lint ruff mypy install-test docs clean
 
 config: $(CONFIG)
 	@echo "$(CONFIG) is ready; README.md says how to point vLLM and SGLang at it"
@@ -43,6 +45,12 @@ ruff: $(STAMP)-test
 
 mypy: $(STAMP)-test
 	$(BIN)/mypy
+
+install-test:
+	.ci/install $(PYTHON)
+
+docs: $(STAMP)-core
+	$(BIN)/python docs/make_cli.py
 
 clean:
 	rm -rf $(BUILD)

@@ -9,7 +9,17 @@ from typing import Any, NoReturn
 import click
 
 from synth import __version__
-from synth.commands import catalogue, checking, contributing, emitting, measuring, modelling, porting
+from synth.commands import (
+    catalogue,
+    checking,
+    contributing,
+    emitting,
+    installing,
+    measuring,
+    modelling,
+    porting,
+    reporting,
+)
 from synth.errors import SynthError
 
 #: Every command, in the order in which people use them.
@@ -18,8 +28,8 @@ SECTIONS: dict[str, tuple[click.Command, ...]] = {
     "Time kernels, on a GPU": (measuring.collect, measuring.measurements),
     "Learn from timings": (modelling.fit, modelling.evaluate),
     "Write a config": (emitting.emit, porting.port),
-    "Trust a config": (checking.check, checking.replay, measuring.verify),
-    "Use and share it": (contributing.contribute,),
+    "Trust it": (checking.check, checking.replay, measuring.verify, checking.diff, reporting.report),
+    "Use it, and share it": (installing.install, contributing.contribute),
 }
 
 

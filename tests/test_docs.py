@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-import json
+import importlib.util
 import re
 import shlex
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,7 +12,7 @@ from click.testing import CliRunner
 
 from synth.catalog.devices import find_devices, get_device, load_devices
 from synth.catalog.shapes import MoEShape
-from synth.cli import main
+from synth.cli import SECTIONS, main
 from synth.emitting import config_name
 from synth.measurements import Origin
 from synth.sidecars import sidecar_path
@@ -91,8 +89,38 @@ def test_a_command_that_does_not_parse_is_found(arguments: list[str]) -> None:
 
 
 def test_a_command_that_does_not_exist_is_found() -> None:
-    with pytest.raises(AssertionError, match="no command 'port'"):
-        parse(["port", "x.json"])
+    with pytest.raises(AssertionError, match="no command 'prot'"):
+        parse(["prot", "x.json"])
+
+
+def test_the_reference_is_what_the_commands_say() -> None:
+    spec = importlib.util.spec_from_file_location("make_cli", ROOT / "docs" / "make_cli.py")
+    assert spec is not None and spec.loader is not None
+    make_cli = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(make_cli)
+    assert make_cli.PAGE.read_text(encoding="utf-8") == make_cli.reference(), "run `make docs`"
+    assert {f"## synth {c.name}" for commands in SECTIONS.values() for c in commands} <= set(
+        make_cli.reference().splitlines()
+    )
+
+
+def test_the_readme_has_every_command_in_its_table() -> None:
+    (table,) = re.findall(
+        r"^\| \| \|\n\|---\|---\|\n(\| `synth .*?)\n\n", (ROOT / "README.md").read_text(), re.M | re.S
+    )
+    named = re.findall(r"`(?:synth )?([a-z]+)`", " ".join(row.split("|")[1] for row in table.splitlines()))
+    assert named == [str(c.name) for commands in SECTIONS.values() for c in commands]
+
+
+def test_help_lists_every_command_under_its_section_in_one_line() -> None:
+    text = CliRunner().invoke(main, ["--help"]).output
+    at = 0
+    for title, group in SECTIONS.items():
+        at = text.index(f"{title}:\n", at)
+        for command in group:
+            assert command.short_help and command is main.commands[str(command.name)]
+            at = text.index(f"  {command.name}", at)
+            assert text[at:].splitlines()[0].endswith(command.short_help)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -174,20 +202,3 @@ def test_log_lines_of_the_page_are_those_of_the_installed_flashinfer() -> None:
     ):
         assert pattern in page
         assert pattern in source
-
-
-def test_merge_script_of_the_page_keeps_the_servers_other_entries(tmp_path: Path) -> None:
-    (script,) = blocks(PAGE, "python")
-    (tmp_path / "merge.py").write_text(script)
-    (tmp_path / "ours.json").write_text(json.dumps({"_metadata": {"gpu": "ours"}, "moe": ["MoERunner", 12]}))
-    ranks = [tmp_path / f"rank{n}.json" for n in range(2)]
-    server = {"_metadata": {"gpu": "theirs"}, "_generation": "x", "moe": ["MoERunner", 3], "fp4_gemm": ["Other", 1]}
-    for rank in ranks:
-        rank.write_text(json.dumps(server))
-    subprocess.run([sys.executable, "merge.py", "ours.json", *(r.name for r in ranks)], cwd=tmp_path, check=True)
-    for rank in ranks:
-        assert json.loads(rank.read_text()) == {
-            "_metadata": {"gpu": "theirs"},
-            "moe": ["MoERunner", 12],
-            "fp4_gemm": ["Other", 1],
-        }

@@ -83,7 +83,8 @@ def test_the_wheel_holds_the_package_and_nothing_else(installed: Path) -> None:
     shipped = {f for f in files(installed / "synth") if not f.startswith("shipped/")}
     assert shipped == source
     (info,) = installed.glob("*.dist-info")
-    assert (info / "licenses" / "LICENSE").is_file()
+    assert (info / "licenses" / "LICENSE").read_text(encoding="utf-8").lstrip().startswith("Apache License")
+    assert (installed / "synth" / "py.typed").is_file()
     assert "synth = synth.cli:main" in (info / "entry_points.txt").read_text(encoding="utf-8")
 
 

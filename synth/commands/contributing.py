@@ -10,7 +10,7 @@ import click
 from synth.commands.options import folders
 
 
-@click.command(short_help="make what a pull request to FlashInfer needs, from what was verified")
+@click.command(short_help="make what a pull request to FlashInfer needs")
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="New folder for it.")
 @click.option("--only-verified", is_flag=True, help="Leave out what can't be contributed instead of refusing it all.")

@@ -11,7 +11,7 @@ from synth.commands.options import layer_options, wanted_layers
 from synth.errors import SynthError
 
 
-@click.command(short_help="rewrite a config for another FlashInfer version, by tactic meaning")
+@click.command(short_help="rewrite a config for another FlashInfer version")
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--to", required=True, help="FlashInfer version that is to use it, for example 0.7.2.post1.")
 @click.option("-o", "--output", type=click.Path(), required=True, help="File, or a folder for one of the usual name.")
