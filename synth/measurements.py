@@ -37,6 +37,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from synth import untrusted
 from synth.catalog.shapes import MoEShape
 from synth.catalog.tactics import DEFAULT_FLASHINFER, QUANTS, STAGES, Tactic, TacticTable, load_table
 from synth.errors import SynthError
@@ -75,8 +76,15 @@ _HEAD_KEYS = frozenset(
     ("schema", "device", "arch", "quant", "shape", "label", "flashinfer", "policy", "simulated", "passes", "tactics")
 )
 _LARGEST = 2**31 - 1
-_UNPACKED_LIMIT = 1 << 28
+#: The largest shipped file has 71 kB, and 228 kB unpacked; a flat table of all of them has 12 MB.
+_PACKED_LIMIT = 64 << 20
+_UNPACKED_LIMIT = 128 << 20
+#: Files joined end to end; each costs a copy of what follows it.
+_MEMBER_LIMIT = 1000
 _NOTE_LIMIT = 1000
+_LABEL_LIMIT = 200
+#: Ids without a table are up to the file; arrays are as long as the largest.
+_LARGEST_ID = 9999
 
 
 @dataclass(frozen=True)
@@ -837,7 +845,7 @@ def _parse_row(cells: list[str]) -> Row:
     pass_, stage, tokens, tactic = map(_integer, COLUMNS, cells[:4])
     ms, note = cells[4:]
     if note.startswith("error:"):
-        error = note.removeprefix("error:").strip()
+        error = _note(note.removeprefix("error:"))
         row = Row(pass_, stage, tokens, tactic, math.nan if ms == "" else _time(ms), error=error)
         _check_outcome(row)
         return row
@@ -979,10 +987,7 @@ def _matches(path: Path, wanted: Mapping[str, str | None]) -> bool:
 
 
 def _bytes_of(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as e:
-        raise SynthError(f"can't read {path}: {e.strerror or e}") from e
+    return untrusted.read_bytes(path, _PACKED_LIMIT, "table of measurements")
 
 
 def _unpack(path: Path, raw: bytes) -> tuple[bytes, bool]:
@@ -990,20 +995,24 @@ def _unpack(path: Path, raw: bytes) -> tuple[bytes, bool]:
     if not raw.startswith(b"\x1f\x8b"):
         what = "is not a gzip file" if raw else "is empty"
         raise SynthError(f"{path} {what}; copy it again, or gzip it if it is plain text")
-    content = b""
-    while raw:
+    parts: list[bytes] = []
+    room = _UNPACKED_LIMIT
+    cut = False
+    while raw and not cut:
+        if len(parts) == _MEMBER_LIMIT:
+            raise SynthError(f"{path} is more than {_MEMBER_LIMIT} gzip files in one; no table is that")
         member = zlib.decompressobj(wbits=31)
         try:
-            content += member.decompress(raw, _UNPACKED_LIMIT)
+            parts.append(member.decompress(raw, room))
         except zlib.error as e:
             # Past a wrong bit every digit may be wrong, and nothing says where that bit is.
             raise SynthError(f"{path}: its gzip data is damaged ({e}); copy it again or remove it") from e
-        if len(content) >= _UNPACKED_LIMIT:
+        room -= len(parts[-1])
+        if room <= 0:
             raise SynthError(f"{path} unpacks to more than {_UNPACKED_LIMIT >> 20} MiB; no table is that large")
-        if not member.eof:
-            return content.replace(b"\r\n", b"\n"), True
+        cut = not member.eof
         raw = member.unused_data.lstrip(b"\0")
-    return content.replace(b"\r\n", b"\n"), False
+    return b"".join(parts).replace(b"\r\n", b"\n"), cut
 
 
 def _split(path: Path, text: bytes, cut: bool) -> tuple[bytes, bytes, int]:
@@ -1042,7 +1051,7 @@ def _read_head(path: Path, head: bytes) -> tuple[Origin, MoEShape, str, dict[int
     if wrong := [i for i, line in enumerate(lines, 1) if not line.startswith(b"# ")]:
         raise SynthError(f"{path}:{wrong[0]}: a line of the head doesn't begin with '# '; {way_out}")
     try:
-        data = json.loads(b"\n".join(line[2:] for line in lines), parse_constant=_no_constant)
+        data = untrusted.loads(b"\n".join(line[2:] for line in lines), constants=False)
     except (ValueError, RecursionError) as e:
         raise SynthError(f"{path}: its head is not JSON ({e}); {way_out}") from None
     if not isinstance(data, dict) or "schema" not in data:
@@ -1064,8 +1073,12 @@ def _read_head(path: Path, head: bytes) -> tuple[Origin, MoEShape, str, dict[int
             raise SynthError(f"{path}: its head's {key} is not a JSON object; {way_out}")
     if not isinstance(data["simulated"], bool):
         raise SynthError(f"{path}: its head's simulated is not true or false; {way_out}")
+    if len(data["label"]) > _LABEL_LIMIT or not data["label"].isprintable():
+        raise SynthError(f"{path}: its head's label {_quoted(data['label'])} is not a name; {way_out}")
     passes = _numbered(path, "passes", data["passes"], 1, dict, way_out)
     tactics = _numbered(path, "tactics", data["tactics"], 0, str, way_out)
+    if tactics and max(tactics) > _LARGEST_ID:
+        raise SynthError(f"{path}: its head's tactics have the id {max(tactics)}, and none is that large; {way_out}")
     try:
         origin = Origin.make(
             data["device"], data["arch"], data["quant"], data["flashinfer"], data["policy"], data["simulated"]
@@ -1074,10 +1087,6 @@ def _read_head(path: Path, head: bytes) -> tuple[Origin, MoEShape, str, dict[int
     except SynthError as e:
         raise SynthError(f"{path}: its head's {e}; {way_out}") from None
     return origin, shape, data["label"], passes, tactics
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _numbered(path: Path, key: str, values: dict[str, Any], low: int, kind: type, way_out: str) -> dict[int, Any]:

@@ -2,68 +2,46 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+import re
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from synth.catalog.legality import smem_block_bytes, why_not
-from synth.catalog.tactics import DEFAULT_FLASHINFER, TacticTable, load_tables
+from synth import sidecars
+from synth.catalog.tactics import DEFAULT_FLASHINFER
 from synth.errors import SynthError
 from synth.flashinfer.contract import (
-    ACTIVATION_TYPES,
-    POLICY,
-    RUNNER,
+    CONTRACTS,
     ParsedKey,
     arch_of,
     contract_for,
-    is_grid_bucket,
     parse_file_key,
-    token_buckets,
-    unreachable,
 )
-from synth.flashinfer.formats import BUNDLED_PREFIX, RECORDS, ConfigFile, read
+from synth.flashinfer.coverage import missing, name_of
+from synth.flashinfer.entries import (
+    Denied,
+    check_bucket,
+    check_tactic,
+    check_value,
+    crash_of,
+    other_operation,
+    readable_key,
+    served,
+    tactic_in,
+)
+from synth.flashinfer.findings import SEVERITIES, Finding, FindingGroup, summary
+from synth.flashinfer.formats import BUNDLED_PREFIX, MANIFEST, RECORDS, STORE_SCHEMA, ConfigFile, gpu_of, read
+from synth.untrusted import shown
 
-#: Severities, worst first: the entry or file is not served; it is, at a cost; worth knowing.
-SEVERITIES = ("error", "warning", "note")
-#: Below this top bucket a server with FlashInfer's default maximum falls back for its largest batches.
-_USUAL_MAX_TOKENS = 8192
+__all__ = ["SEVERITIES", "Finding", "FindingGroup", "check", "check_files", "summary"]
+
+#: Tactics whose times differ by less than this share are as good as equal: repeats of one timing differ by 0.4 %.
+NEAR_TIE = 0.01
+#: A tuner keeps a tactic that is slower than another by a tolerance that people set to 0.5 % or 1 %; not by this.
+_SLOWER = 0.02
 _INDETERMINATE = (None, "unknown", "None")
-
-
-@dataclass(frozen=True)
-class Finding:
-    """Something that FlashInfer will trip over.
-
-    Attributes
-    ----------
-    code : str
-        Stable name of the kind of finding.
-    key : str
-        The entry's key, ``""`` for the file as a whole.
-    message : str
-        What is wrong, one line.
-    way_out : str
-        What to do about it, one line.
-    severity : str
-        One of :data:`SEVERITIES`.
-    """
-
-    code: str
-    key: str
-    message: str
-    way_out: str
-    severity: str = "error"
-
-
-@dataclass(frozen=True)
-class FindingGroup:
-    """Findings of one code: how many, and the first as an example."""
-
-    code: str
-    severity: str
-    count: int
-    example: Finding
 
 
 def check(
@@ -73,23 +51,30 @@ def check(
     device: str | None = None,
     arch: str | None = None,
     environment: Mapping[str, str] | None = None,
+    max_tokens: Sequence[int] = (),
+    denied: Callable[[str, str], Denied] | None = None,
 ) -> list[Finding]:
-    """Return everything that keeps FlashInfer from using `path`, file-wide findings first.
+    """Return everything that keeps FlashInfer from using `path` or makes it slow, file-wide findings first.
 
     Parameters
     ----------
     path : Path
-        A v1 JSON file, or a bundled ``.py``.
+        A v1 JSON file, a bundled ``.py``, or the folder of a managed store.
     flashinfer : str
         The version that is to use the file.
     device : str, optional
-        The GPU's name; by default the one in the metadata.
+        The GPU's name; by default the one in the metadata, or in a module's file name.
     arch : str, optional
         The GPU's architecture; by default the catalogue's for `device`. Where it is not known, an id is out of
         range only if it is for every architecture.
     environment : mapping, optional
         What a running FlashInfer has for the metadata keys, to compare field by field. Keys that it lacks are
         not compared; `flashinfer` and `device` stand for theirs.
+    max_tokens : sequence of int
+        Maximum token counts of the servers: which of their runtime token counts are covered? Without them every
+        bucket up to a layer's largest is expected.
+    denied : callable, optional
+        Returns the tactics whose numbers were found wrong, for a device's name and architecture.
 
     Raises
     ------
@@ -97,50 +82,103 @@ def check(
         When the file can't be read at all, or the version is not known.
     """
     contract_for(flashinfer)
-    config = read(path)
-    device = device or config.gpu
-    arch = arch or arch_of(device)
-    expected = {"flashinfer_version": flashinfer, **({"gpu": device} if device else {}), **(environment or {})}
-    findings = list(_check_file(config, path, flashinfer, expected))
-    live: list[ParsedKey] = []
-    for text, value in config.raw.items():
-        findings += _check_value(config.kind, text, value)
-        try:
-            key = parse_file_key(text)
-        except SynthError as e:
-            findings.append(Finding("unreadable-key", text, str(e), "drop the entry"))
-            continue
-        dead = unreachable(key, flashinfer, arch)
-        if dead is not None:
-            findings.append(Finding(dead.code, text, dead.message, dead.way_out))
-            continue
-        live.append(key)
-        findings += _check_bucket(key, flashinfer)
-        findings += _check_id(key, _tactic(value), flashinfer, arch)
-        findings += _check_legal(key, _tactic(value), flashinfer, device, arch)
-    findings += _check_coverage(live, flashinfer, "note" if _count(config.metadata, "left_out") else "warning")
-    if config.raw and not live:
-        dead_file = f"the file is dead: FlashInfer {flashinfer} can look up none of its {len(config.raw)} keys"
-        findings.insert(0, Finding("dead-file", "", dead_file, "write the file anew for this version"))
-    return findings
+    return _check(read(path), path, flashinfer, device, arch, environment or {}, max_tokens, denied)
 
 
-def summary(findings: Iterable[Finding]) -> tuple[FindingGroup, ...]:
-    """Group findings by code, worst and most frequent first.
+def check_files(
+    paths: Sequence[Path],
+    flashinfer: str = DEFAULT_FLASHINFER,
+    *,
+    device: str | None = None,
+    max_tokens: Sequence[int] = (),
+    denied: Callable[[str, str], Denied] | None = None,
+) -> dict[Path, list[Finding]]:
+    """Check several files, and those for one device and FlashInfer version against each other.
 
-    Examples
-    --------
-    >>> [(g.code, g.count) for g in summary([Finding("bucket", "k", "m", "w")] * 3)]
-    [('bucket', 3)]
+    The ranks of one server that choose different tactics take different times, and can hang where they wait for each
+    other. A file that differs from the first one of its device and version has a finding ``ranks-differ``.
+
+    Parameters and errors are those of :func:`check`.
     """
-    groups: dict[tuple[str, str], list[Finding]] = defaultdict(list)
-    for finding in findings:
-        groups[finding.severity, finding.code].append(finding)
-    ordered = sorted(groups.items(), key=lambda g: (SEVERITIES.index(g[0][0]), -len(g[1]), g[0][1]))
-    return tuple(FindingGroup(code, severity, len(found), found[0]) for (severity, code), found in ordered)
+    contract_for(flashinfer)
+    found: dict[Path, list[Finding]] = {}
+    first: dict[object, tuple[Path, dict[str, str]]] = {}
+    for path in dict.fromkeys(paths):
+        config = read(path)
+        found[path] = _check(config, path, flashinfer, device, None, {}, max_tokens, denied)
+        here = {_without_rank(key, flashinfer): served(value) for key, value in config.raw.items()}
+        group = (config.gpu, config.flashinfer)
+        if group not in first:
+            first[group] = path, here
+        else:
+            found[path] = [*_check_ranks(here, *first[group]), *found[path]]
+    return found
+
+
+def _check(
+    config: ConfigFile,
+    path: Path,
+    flashinfer: str,
+    device: str | None,
+    arch: str | None,
+    environment: Mapping[str, str],
+    max_tokens: Sequence[int],
+    denied: Callable[[str, str], Denied] | None,
+) -> list[Finding]:
+    device = device or gpu_of(config, path)
+    arch = arch or arch_of(device)
+    expected = {"flashinfer_version": flashinfer, **({"gpu": device} if device else {}), **environment}
+    findings = list(_check_file(config, path, flashinfer, expected))
+    wrong = denied(device, arch) if denied is not None and device is not None and arch is not None else {}
+    live: list[ParsedKey] = []
+    others: Counter[str] = Counter()
+    # What is in a key isn't Python to anyone, so that Python's warnings of it are no help.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for text, value in config.raw.items():
+            if (crash := crash_of(config.kind, text, value, flashinfer)) is not None:
+                findings.append(crash)
+            if (operation := other_operation(text)) is not None:
+                others[operation] += 1
+                continue
+            key, dead = readable_key(text, flashinfer, arch)
+            if crash is None:
+                findings += check_value(config.kind, text, value, flashinfer)
+            if key is None:
+                findings += dead
+                continue
+            live.append(key)
+            findings += check_bucket(key, flashinfer)
+            findings += check_tactic(key, tactic_in(value), flashinfer, device, arch, wrong)
+    findings += missing(live, flashinfer, max_tokens=max_tokens, abstains=_count(config.metadata, "left_out") > 0)
+    findings += _check_rank_tactics(live, config.raw, flashinfer)
+    findings += _check_times(config, path)
+    return [*_check_whole(config, flashinfer, len(live), others), *findings]
 
 
 # ---- the file ----------------------------------------------------------------------------------------------
+
+
+def _check_whole(config: ConfigFile, flashinfer: str, live: int, others: Counter[str]) -> Iterator[Finding]:
+    """Judge the file by how many of its keys can be looked up."""
+    mine = len(config.raw) - sum(others.values())
+    if mine and not live:
+        yield Finding(
+            "dead-file",
+            "",
+            f"the file is dead: FlashInfer {flashinfer} can look up none of its {mine} keys",
+            "write the file anew for this version",
+        )
+    if others:
+        names = ", ".join(f"{n} of {shown(name)}" for name, n in others.most_common(4))
+        yield Finding(
+            "other-operations",
+            "",
+            f"{sum(others.values())} entries are of other operations than the CUTLASS MoE, which synth doesn't judge "
+            f"({names})",
+            "judge them by FlashInfer itself",
+            "note" if mine else "warning",
+        )
 
 
 def _check_file(config: ConfigFile, path: Path, flashinfer: str, expected: Mapping[str, str]) -> Iterator[Finding]:
@@ -156,16 +194,74 @@ def _check_file(config: ConfigFile, path: Path, flashinfer: str, expected: Mappi
             "note",
         )
     for key in config.duplicates:
-        yield Finding("duplicate-key", key, "the key occurs more than once; the last one counts", "drop all but one")
+        differ = key in config.differing
+        yield Finding(
+            "duplicate-differs" if differ else "duplicate-key",
+            key,
+            f"the key occurs more than once{' with different values' if differ else ''}; the last one counts",
+            "keep the one that was meant" if differ else "drop all but one",
+            "warning" if differ else "note",
+        )
+    yield from _check_newer(config, expected["flashinfer_version"])
     if config.kind == "bundled":
-        yield from _check_bundled(path, expected.get("gpu"))
-        return
-    if not contract_for(flashinfer).metadata_keys:
+        yield from _check_bundled(config, path, expected)
+    elif config.kind == "store":
+        yield from _check_store(config, flashinfer, expected)
+    elif not contract_for(flashinfer).metadata_keys:
         yield Finding("no-json", "", f"FlashInfer {flashinfer} reads no JSON configs", "write a bundled .py")
+    else:
+        if not isinstance(config.special.get(RECORDS, {}), dict):
+            yield Finding("crash", "", f"{RECORDS} is not an object: load_configs raises ValueError", f"drop {RECORDS}")
+        yield from _check_metadata(config.metadata, flashinfer, expected)
+
+
+def _check_newer(config: ConfigFile, flashinfer: str) -> Iterator[Finding]:
+    version = config.flashinfer
+    newest = CONTRACTS[-1].last
+    if version is not None and _release(version) > _release(newest):
+        yield Finding(
+            "newer-flashinfer",
+            "",
+            f"the file is from FlashInfer {shown(version)}, newer than any that this synth knows ({newest}): what its "
+            f"keys and ids mean there isn't judged, only what FlashInfer {flashinfer} makes of them",
+            "update synth",
+            "warning",
+        )
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+
+
+def _check_store(config: ConfigFile, flashinfer: str, expected: Mapping[str, str]) -> Iterator[Finding]:
+    if not contract_for(flashinfer).managed_store:
+        yield Finding("no-store", "", f"FlashInfer {flashinfer} has no managed store", "write a JSON config")
         return
-    if not isinstance(config.special.get(RECORDS, {}), dict):
-        yield Finding("crash", "", f"{RECORDS} is not an object: load_configs raises ValueError", f"drop {RECORDS}")
-    yield from _check_metadata(config.metadata, flashinfer, expected)
+    for name, why in config.passed_over.items():
+        if name == MANIFEST:
+            yield Finding(
+                "store-folder", "", f"FlashInfer never looks into this folder: {why}", "let FlashInfer write the store"
+            )
+        else:
+            yield Finding(
+                "store-entry",
+                "",
+                f"{shown(name)}: {why}: FlashInfer passes the file over",
+                "publish the entry anew, or remove the file",
+            )
+    manifest = config.metadata if isinstance(config.metadata, dict) else {}
+    for name in (*contract_for(flashinfer).metadata_keys, "cache_schema"):
+        saved = manifest.get(name)
+        wanted = STORE_SCHEMA if name == "cache_schema" else expected.get(name)
+        if name not in manifest or (wanted is not None and saved != wanted):
+            has = f"is {shown(saved)}" if name in manifest else "is missing"
+            yield Finding(
+                "metadata-mismatch",
+                "",
+                f"{name} {has} in the manifest{f', the environment has {wanted!r}' if wanted is not None else ''}: "
+                "FlashInfer looks into another folder, for a store knows no wildcards",
+                "write the store inside of the environment that is to use it",
+            )
 
 
 def _check_metadata(metadata: object, flashinfer: str, expected: Mapping[str, str]) -> Iterator[Finding]:
@@ -199,7 +295,8 @@ def _check_metadata(metadata: object, flashinfer: str, expected: Mapping[str, st
             yield Finding(
                 "metadata-unknown",
                 "",
-                f"{name} is {saved!r}: FlashInfer rejects the whole file where it knows its {name}, and overwrites it",
+                f"{name} is {shown(saved)}: FlashInfer rejects the whole file where it knows its {name} "
+                "and overwrites it",
                 f'set {name} to its value, or to "*" if it changes no tactic',
             )
         elif saved == "*":
@@ -215,14 +312,14 @@ def _check_metadata(metadata: object, flashinfer: str, expected: Mapping[str, st
             yield Finding(
                 "metadata-mismatch",
                 "",
-                f"{name} is {saved!r}, the environment has {wanted!r}: FlashInfer rejects the whole file",
+                f"{name} is {shown(saved)}, the environment has {wanted!r}: FlashInfer rejects the whole file",
                 "tune or emit for this environment",
             )
         elif wanted is None:
             yield Finding(
                 "metadata-pinned",
                 "",
-                f"{name} is {saved!r}: FlashInfer rejects the whole file under any other",
+                f"{name} is {shown(saved)}: FlashInfer rejects the whole file under any other",
                 f'set {name} to "*" if it changes no tactic',
                 "note",
             )
@@ -232,7 +329,7 @@ def _in(value: object, values: tuple[object, ...]) -> bool:
     return any(value is v or (isinstance(value, str) and value == v) for v in values)
 
 
-def _check_bundled(path: Path, gpu: str | None) -> Iterator[Finding]:
+def _check_bundled(config: ConfigFile, path: Path, expected: Mapping[str, str]) -> Iterator[Finding]:
     yield Finding(
         "bundled",
         "",
@@ -241,173 +338,130 @@ def _check_bundled(path: Path, gpu: str | None) -> Iterator[Finding]:
         "prefer the JSON form",
         "note",
     )
+    version = config.flashinfer
+    if version is not None and version != expected["flashinfer_version"]:
+        yield Finding(
+            "bundled-version",
+            "",
+            f"it was written for FlashInfer {shown(version)}, and FlashInfer {expected['flashinfer_version']} doesn't "
+            "compare: under another version its ids mean other tactics",
+            "synth port it, or write it anew",
+        )
+    gpu = expected.get("gpu")
     named = path.stem.startswith(BUNDLED_PREFIX)
     device = gpu if gpu is not None else path.stem.removeprefix(BUNDLED_PREFIX) if named else ""
     if any(c in device for c in "./"):
         yield Finding(
             "not-importable",
             "",
-            f"no module can be imported for {device!r}: '.' or '/' in the name",
+            f"no module can be imported for {shown(device)}: '.' or '/' in the name",
             "use the JSON form",
         )
     elif not named or (gpu is not None and path.stem != BUNDLED_PREFIX + gpu.replace(" ", "_")):
-        expected = BUNDLED_PREFIX + (gpu.replace(" ", "_") if gpu else "<GPU with _ for spaces>")
+        module = BUNDLED_PREFIX + (gpu.replace(" ", "_") if gpu else "<GPU with _ for spaces>")
         yield Finding(
             "bundled-name",
             "",
-            f"FlashInfer looks for {expected}.py, not {path.name}",
-            f"install it as flashinfer/tuning_configs/{expected}.py",
+            f"FlashInfer looks for {module}.py, not {path.name}",
+            f"install it as flashinfer/tuning_configs/{module}.py",
             "warning",
         )
 
 
-# ---- one entry ---------------------------------------------------------------------------------------------
+# ---- entries beside each other -----------------------------------------------------------------------------
 
 
-def _check_value(kind: str, key: str, value: object) -> Iterator[Finding]:
-    crash = _crash(value, bundled=kind == "bundled")
-    if crash:
-        where = "a lookup" if kind == "bundled" else "load_configs"
-        example = "(0, tactic)" if kind == "bundled" else f'["{RUNNER}", tactic, {list(POLICY)}]'
-        yield Finding("crash", key, f"{crash}: {where} raises in the server", f"write it as {example}")
+def _without_rank(text: str, flashinfer: str) -> str:
+    """Return a key without its ranks, where this version's keys hold ranks."""
+    names = contract_for(flashinfer).extras or ()
+    if "tp_rank" not in names:
+        return text
+    try:
+        key = parse_file_key(text)
+    except SynthError:
+        return text
+    if len(key.extras or ()) != len(names):
+        return text
+    extras = tuple(v for name, v in zip(names, key.extras or (), strict=True) if not name.endswith("_rank"))
+    return replace(key, extras=extras).rendered
+
+
+def _check_rank_tactics(keys: Iterable[ParsedKey], raw: Mapping[str, object], flashinfer: str) -> Iterator[Finding]:
+    """Where keys hold ranks: find places in which the ranks have different tactics."""
+    if "tp_rank" not in (contract_for(flashinfer).extras or ()):
         return
-    if kind == "json" and isinstance(value, (list, str)):
-        if value[0] != RUNNER:
+    places: dict[str, dict[str, ParsedKey]] = defaultdict(dict)
+    for key in keys:
+        places[_without_rank(key.text, flashinfer)].setdefault(served(raw[key.text]), key)
+    for found in places.values():
+        if len(found) > 1:
+            example = next(iter(found.values()))
             yield Finding(
-                "entry-runner",
-                key,
-                f"the entry is for the runner {value[0]!r}, so the lookup passes it over",
-                f"write {RUNNER!r} as its first element",
-            )
-            return
-        if len(value) > 2 and not _is_policy(value[2]):
-            yield Finding(
-                "reprofiled",
-                key,
-                f"its policy {value[2]!r} is not this operation's: a server's warm-up times the key anew",
-                f"write the policy as {list(POLICY)!r}",
+                "rank-tactics-differ",
+                example.text,
+                f"{name_of(example, flashinfer)} gemm{example.stage} bucket {example.bucket}: the ranks have "
+                f"{len(found)} different tactics; ranks that disagree can hang where they wait for each other",
+                "write the same tactic for every rank",
                 "warning",
             )
-        if len(value) > 4 or (len(value) > 3 and not isinstance(value[3], dict)):
-            yield Finding("extra-elements", key, "FlashInfer drops what follows the policy", "drop it too", "note")
-    tactic = _tactic(value)
-    if type(tactic) is not int:
+
+
+def _check_ranks(here: Mapping[str, str], path: Path, there: Mapping[str, str]) -> Iterator[Finding]:
+    """Compare a file with the first one of its device and version."""
+    other = [key for key in here if key in there and here[key] != there[key]]
+    only_here, only_there = [k for k in here if k not in there], [k for k in there if k not in here]
+    if other or only_here or only_there:
         yield Finding(
-            "tactic-type",
-            key,
-            f"the tactic is {tactic!r}, not a whole number: it is served and the kernel refuses it",
-            "write the tactic's id",
-        )
-    elif tactic == -1:
-        yield Finding("fallback", key, "the tactic is -1, the fallback that runs anyway", "drop the entry", "note")
-    elif tactic < -1:
-        yield Finding("id-out-of-range", key, f"no tactic has the id {tactic}; the kernel raises", "write the id anew")
-
-
-def _crash(value: object, *, bundled: bool) -> str:
-    """Name the exception that this value raises inside FlashInfer, ``""`` for none."""
-    if isinstance(value, dict):
-        return "a dict: KeyError"
-    if not isinstance(value, (list, tuple, str)):
-        return f"{value!r} is no list: TypeError"
-    if len(value) < 2:
-        return f"{len(value)} element{'s' * (len(value) != 1)}, at least 2 expected: IndexError"
-    if bundled:
-        return ""
-    if not isinstance(value[0], str):
-        return f"the runner {value[0]!r} is no text: AttributeError"
-    if len(value) > 2 and (value[2] is None or isinstance(value[2], (bool, int, float))):
-        return f"the policy {value[2]!r} is no list: TypeError"
-    return ""
-
-
-def _is_policy(value: object) -> bool:
-    return (
-        isinstance(value, list)
-        and len(value) == len(POLICY)
-        and all(a is b or (isinstance(a, str) and a == b) for a, b in zip(value, POLICY, strict=True))
-    )
-
-
-def _tactic(value: object) -> object:
-    return value[1] if isinstance(value, (list, tuple)) and len(value) > 1 else None
-
-
-def _check_bucket(key: ParsedKey, flashinfer: str) -> Iterator[Finding]:
-    if not is_grid_bucket(key.bucket, flashinfer):
-        yield Finding(
-            "off-grid-bucket",
-            key.text,
-            f"only a server whose maximum token count is exactly {key.bucket} looks this bucket up",
-            f"write the buckets {token_buckets(key.bucket, flashinfer)[-2:]} or keep it for that server",
+            "ranks-differ",
+            (other or only_here or only_there)[0],
+            f"beside {path}, {len(other)} keys have another tactic, {len(only_here)} are only here and "
+            f"{len(only_there)} only there; ranks of one server that disagree can hang, and vLLM and SGLang tune anew "
+            "where their files differ",
+            "give every rank the same file; synth diff shows what differs",
             "warning",
         )
 
 
-def _check_id(key: ParsedKey, tactic: object, flashinfer: str, arch: str | None) -> Iterator[Finding]:
-    if type(tactic) is not int or tactic < 0 or key.stage is None:
-        return
-    tables = _tables(key, flashinfer, arch)
-    if not tables:
+# ---- times -------------------------------------------------------------------------------------------------
+
+
+def _check_times(config: ConfigFile, path: Path) -> Iterator[Finding]:
+    """Judge entries by the times that come with them: in the entry itself, and in the sidecar."""
+    margins = [(e.key, e.runner_up_ms / e.time_ms - 1.0) for e in config.entries if e.time_ms and e.runner_up_ms]
+    ties = sum(abs(margin) < NEAR_TIE for _, margin in margins)
+    if ties:
         yield Finding(
-            "id-unchecked",
-            key.text,
-            f"synth knows no tactics of this quantization for {arch or 'any GPU'} in FlashInfer {flashinfer}",
-            "check the ids on the GPU",
+            "near-ties",
+            "",
+            f"in {ties} of {len(margins)} entries the runner-up is within {NEAR_TIE:.0%}: another tune may choose it",
+            "give every rank and restart the same file rather than tuning in each",
             "note",
         )
-    elif all(tactic not in t.ids(key.stage) for t in tables):
-        ids = " or ".join(f"{t.ids(key.stage)[0]} to {t.ids(key.stage)[-1]} ({t.arch} {t.quant})" for t in tables)
-        yield Finding(
-            "id-out-of-range",
-            key.text,
-            f"gemm{key.stage} has no id {tactic}, but {ids}: it is served and the kernel raises",
-            "emit the file anew, or synth port it from the version that it was tuned under",
-        )
-
-
-def _check_legal(
-    key: ParsedKey, tactic: object, flashinfer: str, device: str | None, arch: str | None
-) -> Iterator[Finding]:
-    """Yield a finding where the entry's tactic can't run on the key's layer, on any GPU that may be meant."""
-    if type(tactic) is not int or key.stage is None:
+    for key, margin in margins:
+        if margin < -_SLOWER:
+            yield Finding(
+                "slower-than-runner-up",
+                key,
+                f"by the entry's own times another tactic is {-margin:.0%} faster",
+                "tune or emit the entry anew",
+                "warning",
+            )
+    if config.kind == "store":
         return
-    tables = [t for t in _tables(key, flashinfer, arch) if tactic in t.ids(key.stage)]
     try:
-        shape, number = key.shape(flashinfer), key.named(flashinfer)["activation_type"]
-    except SynthError:
+        sidecar = sidecars.read(path)
+    except SynthError as e:
+        yield Finding("sidecar", "", str(e), "emit both anew, or move the sidecar away", "warning")
         return
-    # Only Situ's gate is never fused.
-    activation = "situ" if ACTIVATION_TYPES.get(int(number), ("",))[0] == "Situ" else None
-    reasons = [
-        why_not(
-            shape,
-            t.quant,
-            t.tactic(tactic),
-            key.stage,
-            t.arch,
-            smem_block_bytes(device, t.arch),
-            activation=activation,
-            flashinfer=flashinfer,
-        )
-        for t in tables
-    ]
-    if reasons and all(reasons):
-        yield Finding(
-            "tactic-cant-run", key.text, f"id {tactic}: {reasons[0]}: it is served and the kernel raises", "emit anew"
-        )
-
-
-def _tables(key: ParsedKey, flashinfer: str, arch: str | None) -> list[TacticTable]:
-    try:
-        quant, named = key.quant(flashinfer), key.named(flashinfer)
-        tables = [t for t in load_tables(flashinfer) if t.quant == quant and arch in (None, t.arch)]
-    except SynthError:
-        return []
-    return tables if named["use_fused_finalize"] is True else [t.without_fused_finalize() for t in tables]
-
-
-# ---- what is missing ---------------------------------------------------------------------------------------
+    for key, record in sidecar.written().items() if sidecar is not None else ():
+        if key in config.raw and record.gain is not None and record.gain < 1.0 - NEAR_TIE:
+            yield Finding(
+                "slower-than-fallback",
+                key,
+                f"by its sidecar ({record.source}) the entry takes {1.0 / record.gain:.2f} times the fallback's time",
+                "drop the entry",
+                "warning",
+            )
 
 
 def _count(metadata: object, *names: str) -> int:
@@ -416,64 +470,3 @@ def _count(metadata: object, *names: str) -> int:
     for name in ("synth", *names):
         value = value.get(name) if isinstance(value, dict) else None
     return value if type(value) is int else 0
-
-
-def _check_coverage(keys: Iterable[ParsedKey], flashinfer: str, severity: str) -> Iterator[Finding]:
-    """Find what no entry covers, with this severity: a file that abstains on purpose says how often."""
-    groups: dict[object, dict[int, dict[int, ParsedKey]]] = defaultdict(lambda: defaultdict(dict))
-    for key in keys:
-        groups[key.group()][key.stage or 1][key.bucket] = key
-    for stages in groups.values():
-        top = max(b for buckets in stages.values() for b in buckets)
-        grid = token_buckets(top, flashinfer)
-        for stage in (1, 2):
-            buckets = stages.get(stage, {})
-            example = next(iter((buckets or stages[3 - stage]).values()))
-            if not buckets:
-                yield Finding(
-                    "missing-stage",
-                    example.text,
-                    f"{_layer(example, flashinfer)}: no entry for gemm{stage}, which always runs the fallback",
-                    f"add gemm{stage}'s entries",
-                    severity,
-                )
-                continue
-            missing = [b for b in grid if b not in buckets and is_grid_bucket(b, flashinfer)]
-            if missing:
-                yield Finding(
-                    "missing-buckets",
-                    example.text,
-                    f"{_layer(example, flashinfer)} gemm{stage}: no entry for bucket{'s' * (len(missing) > 1)} "
-                    f"{', '.join(map(str, missing))}; {_ranges(missing, grid)} tokens run the fallback",
-                    "add them, unless the fallback was meant",
-                    severity,
-                )
-        if top < _USUAL_MAX_TOKENS:
-            example = next(iter(next(iter(stages.values())).values()))
-            yield Finding(
-                "low-top-bucket",
-                example.text,
-                f"{_layer(example, flashinfer)}: the largest bucket is {top}; a server with a larger maximum runs the "
-                f"fallback above it",
-                f"cover the maximum that the server passes, {_USUAL_MAX_TOKENS} by FlashInfer's default",
-                "warning",
-            )
-
-
-def _layer(key: ParsedKey, flashinfer: str) -> str:
-    try:
-        return f"{key.shape(flashinfer)} {key.quant(flashinfer) or 'other'}"
-    except SynthError:
-        return f"weights {key.shapes[1:]}"
-
-
-def _ranges(missing: list[int], grid: tuple[int, ...]) -> str:
-    """Return the token counts that round to `missing`, as ranges."""
-    spans: list[list[int]] = []
-    below = {b: (0, *grid)[i] for i, b in enumerate(grid)}
-    for bucket in missing:
-        if spans and spans[-1][1] == below[bucket]:
-            spans[-1][1] = bucket
-        else:
-            spans.append([below[bucket] + 1, bucket])
-    return ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in spans)

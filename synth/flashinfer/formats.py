@@ -1,22 +1,27 @@
-"""Config files as bytes: FlashInfer's v1 JSON and its bundled ``.py``.
+"""Config files as bytes: FlashInfer's v1 JSON, its bundled ``.py``, and its managed store (v2).
 
 Reading keeps every entry as it is in the file, however wrong, so that :mod:`synth.flashinfer.checking`
 can say what is wrong with it; :attr:`ConfigFile.entries` holds those that are well formed. A ``.py``
-is parsed, never executed. Writing is deterministic: the same entries give the same bytes.
+is parsed, never executed. Files may come from strangers: what they may cost is limited, see
+:mod:`synth.untrusted`. Writing is deterministic: the same entries give the same bytes.
 """
 
 from __future__ import annotations
 
-import ast
+import hashlib
 import json
 import math
+import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+from synth import untrusted
 from synth.errors import SynthError
 from synth.flashinfer.contract import POLICY, RUNNER
+from synth.flashinfer.modules import read_module
 
 #: Keys of a v1 JSON file that are not entries.
 METADATA, GENERATION, RECORDS = "_metadata", "_generation", "_records"
@@ -24,8 +29,17 @@ METADATA, GENERATION, RECORDS = "_metadata", "_generation", "_records"
 BUNDLED_PREFIX = "v0_1_trtllm_fused_moe_"
 
 _BUNDLED_TITLE = "FlashInfer MoE tactics, written by synth. Keys map to (0, tactic id)."
-_MAX_BYTES = 1 << 28
-_TOO_WRONG = (ValueError, RecursionError, MemoryError)
+#: The H200's config for the whole catalogue, 27,408 entries, has 11 MiB, as a module 6 MiB.
+_MAX_BYTES = 64 << 20
+#: Most entries of a store.
+_MAX_ENTRIES = 500_000
+#: An entry of a store has 3 KiB.
+_MAX_STORE_FILE = 64 << 10
+
+_VERSION = re.compile(r"[0-9]{1,9}\.[0-9]{1,9}\.[0-9]{1,9}(?![0-9])")
+
+#: The folder of a managed store below its root, the folder of entries in it, and the file that names its environment.
+STORE_SCHEMA, _STORE_ENTRIES, MANIFEST = "v2", "entries", "manifest.json"
 
 
 @dataclass(frozen=True)
@@ -61,15 +75,20 @@ class ConfigFile:
     Attributes
     ----------
     kind : str
-        ``"json"`` or ``"bundled"``.
+        ``"json"``, ``"bundled"`` or ``"store"``.
     metadata : object
-        The ``_metadata`` value, which should be a dict; None where there is none.
+        The ``_metadata`` value, which should be a dict; None where there is none. Of a store its manifest.
     raw : dict
-        Every entry's value by key, in the file's order.
+        Every entry's value by key, in the file's order. Those of a store are in the form of v1 JSON: runner, tactic
+        and, where it is recorded, profiling policy.
     special : dict
         Other keys that FlashInfer doesn't take for entries.
     duplicates : tuple of str
         Keys that occur more than once; the last one counts.
+    differing : tuple of str
+        Those of them whose values differ.
+    passed_over : dict
+        Of a store: names of files that FlashInfer doesn't serve, and why. Their entries are not in `raw`.
     """
 
     kind: str
@@ -77,11 +96,13 @@ class ConfigFile:
     raw: Mapping[str, object] = field(default_factory=dict)
     special: Mapping[str, object] = field(default_factory=dict)
     duplicates: tuple[str, ...] = ()
+    differing: tuple[str, ...] = ()
+    passed_over: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def entries(self) -> tuple[ConfigEntry, ...]:
         """The well-formed entries, in the file's order."""
-        parse = _entry_of_json if self.kind == "json" else _entry_of_bundled
+        parse = _entry_of_bundled if self.kind == "bundled" else _entry_of_json
         return tuple(e for key, value in self.raw.items() if (e := parse(key, value)) is not None)
 
     @property
@@ -89,6 +110,19 @@ class ConfigFile:
         """The GPU that the metadata names, None for a wildcard, an unknown or none."""
         gpu = self.metadata.get("gpu") if isinstance(self.metadata, dict) else None
         return gpu if isinstance(gpu, str) and gpu not in ("*", "unknown", "None", "") else None
+
+    @property
+    def flashinfer(self) -> str | None:
+        """The FlashInfer version that the metadata names, which synth may not know; None where there is none."""
+        version = self.metadata.get("flashinfer_version") if isinstance(self.metadata, dict) else None
+        return version if isinstance(version, str) and _VERSION.match(version) else None
+
+
+def gpu_of(config: ConfigFile, path: Path) -> str | None:
+    """Return the GPU that a file is for: by its metadata, or, for a module, by its name."""
+    if config.gpu is not None or config.kind != "bundled" or not path.stem.startswith(BUNDLED_PREFIX):
+        return config.gpu
+    return path.stem.removeprefix(BUNDLED_PREFIX).replace("_", " ")
 
 
 def _entry_of_json(key: str, value: object) -> ConfigEntry | None:
@@ -127,99 +161,178 @@ def _number(value: object) -> float | None:
 
 
 def read(path: Path) -> ConfigFile:
-    """Read a v1 JSON file, or a bundled module if the name ends in ``.py``.
+    """Read a v1 JSON file, a bundled module if the name ends in ``.py``, or a managed store if it is a folder.
+
+    Parameters
+    ----------
+    path : Path
+        Of a store: its root, or its folder for one environment, the one that holds ``manifest.json``.
 
     Raises
     ------
     SynthError
         When the file can't be read, is no JSON object, or, for ``.py``, holds anything but a docstring
-        and ``best_configs = {…}``.
+        and ``best_configs = {…}``; when a root holds no store or those of several environments.
     """
-    try:
-        if path.stat().st_size > _MAX_BYTES:
-            raise SynthError(f"{path} is larger than {_MAX_BYTES >> 20} MiB; that is no tuning config")
-        data = path.read_bytes()
-    except OSError as e:
-        raise SynthError(f"can't read {path}: {e.strerror or e}; name a config file") from e
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as e:
-        raise SynthError(f"{path} is not UTF-8 text (byte {e.start}); name a config file") from e
-    if not text.strip():
+    if path.is_dir():
+        return _read_store(path)
+    data = untrusted.read_bytes(path, _MAX_BYTES, "tuning config")
+    if not data.strip():
         raise SynthError(f"{path} is empty; write it anew")
-    return _read_bundled(path, text) if path.suffix == ".py" else _read_json(path, text)
+    if path.suffix != ".py":
+        return _read_json(path, data)
+    docstring, pairs = read_module(path, data)
+    duplicates = _Duplicates()
+    raw = duplicates(pairs)
+    return ConfigFile("bundled", _metadata_of(docstring), raw, {}, tuple(duplicates.keys), tuple(duplicates.differing))
 
 
-def _read_json(path: Path, text: str) -> ConfigFile:
-    duplicates: list[str] = []
-
-    def keep_last(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        # The outermost object is built last, so its duplicates are the ones that remain.
-        seen: dict[str, object] = {}
-        duplicates.clear()
-        for key, value in pairs:
-            if key in seen:
-                duplicates.append(key)
-            seen[key] = value
-        return seen
-
+def _metadata_of(docstring: str | None) -> object:
+    """Return the metadata that :func:`dumps_bundled` puts into a module's docstring."""
     try:
-        value = json.loads(text, object_pairs_hook=keep_last)
-    except json.JSONDecodeError as e:
-        raise SynthError(f"{path} is not JSON, line {e.lineno}: {e.msg}; restore the file or write it anew") from e
-    except _TOO_WRONG as e:
-        raise SynthError(f"{path} can't be read as JSON: {_first_line(e)}; write it anew") from e
-    if not isinstance(value, dict):
-        raise SynthError(f"{path} holds a JSON {type(value).__name__}, not an object of keys; write it anew")
-    special = {key: value.pop(key) for key in (GENERATION, RECORDS) if key in value}
-    return ConfigFile("json", value.pop(METADATA, None), value, special, tuple(dict.fromkeys(duplicates)))
-
-
-def _read_bundled(path: Path, text: str) -> ConfigFile:
-    try:
-        tree = ast.parse(text)
-    except SyntaxError as e:
-        raise SynthError(f"{path} is not Python, line {e.lineno}: {e.msg}; restore the file or write it anew") from e
-    except _TOO_WRONG as e:
-        raise SynthError(f"{path} can't be parsed: {_first_line(e)}; write it anew") from e
-    body = list(tree.body)
-    docstring = ast.get_docstring(tree, clean=False)
-    if docstring is not None:
-        body.pop(0)
-    if len(body) != 1 or not isinstance(body[0], ast.Assign) or not _assigns_best_configs(body[0]):
-        raise SynthError(f"{path} holds code other than 'best_configs = {{…}}'; synth reads only that literal")
-    node = body[0].value
-    if not isinstance(node, ast.Dict):
-        raise SynthError(f"{path}, line {node.lineno}: best_configs is not a dict literal; write it anew")
-    raw: dict[str, object] = {}
-    duplicates: dict[str, None] = {}
-    for k, v in zip(node.keys, node.values, strict=True):
-        try:
-            key, value = ast.literal_eval(k) if k is not None else None, ast.literal_eval(v)
-        except (*_TOO_WRONG, SyntaxError, TypeError) as e:
-            raise SynthError(f"{path}, line {v.lineno}: not a literal; write 'key': (0, tactic)") from e
-        if not isinstance(key, str):
-            raise SynthError(f"{path}, line {v.lineno}: a key is not text; write 'key': (0, tactic)")
-        if key in raw:
-            duplicates[key] = None
-        raw[key] = value
-    return ConfigFile("bundled", _bundled_metadata(docstring), raw, {}, tuple(duplicates))
-
-
-def _assigns_best_configs(node: ast.Assign) -> bool:
-    target = node.targets[0]
-    return len(node.targets) == 1 and isinstance(target, ast.Name) and target.id == "best_configs"
-
-
-def _bundled_metadata(docstring: str | None) -> object:
-    try:
-        return json.loads(docstring.partition("\n\n")[2]) if docstring else None
-    except _TOO_WRONG:
+        text = docstring.partition("\n\n")[2] if docstring else ""
+        return untrusted.loads(text.encode("utf-8", "surrogatepass")) if text else None
+    except ValueError:
         return None
 
 
-def _first_line(e: BaseException) -> str:
-    return (str(e).splitlines() or [type(e).__name__])[0]
+def _read_json(path: Path, data: bytes) -> ConfigFile:
+    duplicates = _Duplicates()
+    value = _object(path, data, duplicates)
+    special = {key: value.pop(key) for key in (GENERATION, RECORDS) if key in value}
+    return ConfigFile(
+        "json", value.pop(METADATA, None), value, special, tuple(duplicates.keys), tuple(duplicates.differing)
+    )
+
+
+class _Duplicates:
+    """Keeps the last of equal keys, as ``json.loads`` does, and remembers those of the outermost object."""
+
+    def __init__(self) -> None:
+        self.keys: dict[str, None] = {}
+        self.differing: dict[str, None] = {}
+
+    def __call__(self, pairs: list[tuple[str, object]]) -> dict[str, object]:
+        # The outermost object is built last, so its duplicates are the ones that remain.
+        self.keys.clear()
+        self.differing.clear()
+        seen: dict[str, object] = {}
+        for key, value in pairs:
+            if key in seen:
+                self.keys[key] = None
+                # As text, since 1, 1.0 and true are equal, and NaN isn't even equal to itself.
+                if repr(seen[key]) != repr(value):
+                    self.differing[key] = None
+            seen[key] = value
+        return seen
+
+
+def _object(path: Path, data: bytes, pairs: _Duplicates | None = None) -> dict[str, object]:
+    try:
+        value = untrusted.loads(data, pairs=pairs)
+    except UnicodeDecodeError as e:
+        raise SynthError(f"{path} is not UTF-8 text (byte {e.start}); name a config file") from e
+    except json.JSONDecodeError as e:
+        raise SynthError(f"{path} is not JSON, line {e.lineno}: {e.msg}; restore the file or write it anew") from e
+    except ValueError as e:
+        raise SynthError(f"{path} can't be read as JSON: {untrusted.first_line(e)}; write it anew") from e
+    if not isinstance(value, dict):
+        raise SynthError(f"{path} holds a JSON {type(value).__name__}, not an object of keys; write it anew")
+    return value
+
+
+# ---- reading a managed store -------------------------------------------------------------------------------
+
+
+def environment_hash(manifest: Mapping[str, object]) -> str:
+    """Return the name of the folder in which FlashInfer looks for the entries of an environment."""
+    text = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def entry_file(key: str) -> str:
+    """Return the name of the file in which FlashInfer looks for a key's entry."""
+    return f"{hashlib.sha256(key.encode('utf-8', 'surrogatepass')).hexdigest()[:24]}.json"
+
+
+def _read_store(path: Path) -> ConfigFile:
+    folder = _environment_folder(path)
+    manifest = _object(folder / MANIFEST, _store_bytes(folder / MANIFEST))
+    passed_over: dict[str, str] = {}
+    named = environment_hash(manifest)
+    if folder.resolve().name != named:
+        passed_over[MANIFEST] = f"it describes the environment {named}, and the folder is {folder.resolve().name}"
+    raw: dict[str, object] = {}
+    for name in _store_files(folder):
+        try:
+            key, value = _store_entry(folder / _STORE_ENTRIES / name, name)
+        except SynthError as e:
+            passed_over[name] = str(e)
+        else:
+            raw[key] = value
+    return ConfigFile("store", manifest, raw, passed_over=passed_over)
+
+
+def _environment_folder(path: Path) -> Path:
+    if os.path.lexists(path / MANIFEST):
+        return path
+    base = path / STORE_SCHEMA if (path / STORE_SCHEMA).is_dir() else path
+    # A link could lead anywhere.
+    found = sorted(d for d in base.iterdir() if not d.is_symlink() and d.is_dir() and os.path.lexists(d / MANIFEST))
+    if not found:
+        raise SynthError(f"can't read {path}: Is a directory, and no managed store of FlashInfer; name a config file")
+    if len(found) > 1:
+        names = ", ".join(d.name for d in found[:8])
+        raise SynthError(f"{base} holds the stores of {len(found)} environments; name one of its folders: {names}")
+    return found[0]
+
+
+def _store_files(folder: Path) -> list[str]:
+    entries = folder / _STORE_ENTRIES
+    if entries.is_symlink():
+        raise SynthError(f"{entries} is a link, which synth doesn't follow; name the folder that it leads to")
+    names: list[str] = []
+    try:
+        with os.scandir(entries) as found:
+            for item in found:
+                # Others, such as the temporary files of a writer, are no entries to FlashInfer either.
+                if item.name.endswith(".json"):
+                    names.append(item.name)
+                if len(names) > _MAX_ENTRIES:
+                    raise SynthError(f"{entries} holds more than {_MAX_ENTRIES} files; that is no tuning store")
+    except FileNotFoundError:
+        return []
+    except OSError as e:
+        raise SynthError(f"can't read {entries}: {e.strerror or e}; restore the folder") from e
+    return sorted(names)
+
+
+def _store_bytes(path: Path) -> bytes:
+    if path.is_symlink():
+        raise SynthError(f"{path} is a link, which synth doesn't follow; put the file itself in its place")
+    return untrusted.read_bytes(path, _MAX_STORE_FILE, "file of a store")
+
+
+def _store_entry(path: Path, name: str) -> tuple[str, list[object]]:
+    """Return an entry's key and its value in the form of v1 JSON.
+
+    Raises
+    ------
+    SynthError
+        When FlashInfer takes the file for a miss.
+    """
+    entry = _object(path, _store_bytes(path))
+    missing = [field for field in ("key", "runner", "tactic") if field not in entry]
+    if missing:
+        raise SynthError(f"it has no {' and no '.join(missing)}")
+    key = entry["key"]
+    if not isinstance(key, str):
+        raise SynthError(f"its key is {untrusted.shown(key)}, no text")
+    if name != entry_file(key):
+        raise SynthError(f"FlashInfer looks its key up in {entry_file(key)}")
+    value = [entry["runner"], entry["tactic"]]
+    policy = entry.get("profiling_policy")
+    return key, [*value, policy] if isinstance(policy, list) else value
 
 
 # ---- writing -----------------------------------------------------------------------------------------------

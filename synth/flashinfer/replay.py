@@ -15,7 +15,7 @@ import os
 import sys
 import types
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -357,19 +357,52 @@ def replay(path: Path, *, device: str | None = None, arch: str | None = None) ->
         When the file can't be read, or the installed FlashInfer is not known.
     """
     config = read(path)
-    version = installed_flashinfer()
-    if contract_for(version).extras != contract_for().extras:
-        raise SynthError(f"replay can't drive FlashInfer {version}; install {DEFAULT_FLASHINFER}")
     notes: list[str] = []
     name = device or config.gpu or _gpu_of_stem(config, path.stem)
     if name is None:
         name = "any GPU"
         notes.append("the file names no GPU; replayed as one that the metadata accepts")
+    return ask(config, str(path), lambda stub: _installed(config, path, name, stub, notes), name, arch, notes)
+
+
+def ask(
+    config: ConfigFile,
+    path: str,
+    attach: Callable[[StubbedFlashInfer], contextlib.AbstractContextManager[tuple[str, str] | None]],
+    device: str,
+    arch: str | None = None,
+    notes: Sequence[str] = (),
+) -> ReplayReport:
+    """Ask the installed FlashInfer for every key of a config, as :func:`replay` does.
+
+    Parameters
+    ----------
+    config : ConfigFile
+    path : str
+        What the report calls it.
+    attach : callable
+        Puts the entries where FlashInfer finds them, for as long as the context is open. Gives the code and reason of a
+        refusal, or None.
+    device : str
+        The GPU's name.
+    arch : str, optional
+        As in :func:`replay`.
+    notes : sequence of str
+        For the report; `attach` may add to them.
+
+    Raises
+    ------
+    SynthError
+        As :func:`replay`.
+    """
+    version = installed_flashinfer()
+    if contract_for(version).extras != contract_for().extras:
+        raise SynthError(f"replay can't drive FlashInfer {version}; install {DEFAULT_FLASHINFER}")
     keys, unreadable = _parse(config)
-    arch = arch or arch_of(name) or _arch_of_keys(keys.values(), version)
+    arch = arch or arch_for(config, device)
     tactics = {k: v[1] if isinstance(v, (list, tuple)) and len(v) > 1 else None for k, v in config.raw.items()}
     tally = _Tally(tactics, keys)
-    with stubbed_gpu(name, arch) as stub, _installed(config, path, name, stub, notes) as refusal:
+    with stubbed_gpu(device, arch) as stub, attach(stub) as refusal:
         if refusal is not None:
             for key in config.raw:
                 tally.miss(key, *refusal)
@@ -380,9 +413,9 @@ def replay(path: Path, *, device: str | None = None, arch: str | None = None) ->
     missed = {m.key for m in tally.misses.values()}
     order = {key: i for i, key in enumerate(config.raw)}
     return ReplayReport(
-        path=str(path),
+        path=path,
         flashinfer=version,
-        device=name,
+        device=device,
         arch=arch,
         loaded=refusal is None,
         keys=len(config.raw),
@@ -394,6 +427,13 @@ def replay(path: Path, *, device: str | None = None, arch: str | None = None) ->
         misses=tuple(sorted(tally.misses.values(), key=lambda m: (order[m.key], m.code))),
         notes=tuple(notes),
     )
+
+
+@contextlib.contextmanager
+def loaded(config: ConfigFile, path: Path, stub: StubbedFlashInfer) -> Iterator[tuple[str, str] | None]:
+    """Let FlashInfer load a v1 JSON file, and answer out of nothing else."""
+    with without_bundled_configs():
+        yield _load_json(path, config, stub)
 
 
 def _parse(config: ConfigFile) -> tuple[dict[str, ParsedKey], dict[str, str]]:
@@ -413,8 +453,12 @@ def _gpu_of_stem(config: ConfigFile, stem: str) -> str | None:
     return stem.removeprefix(BUNDLED_PREFIX).replace("_", " ")
 
 
-def _arch_of_keys(keys: Iterable[ParsedKey], version: str) -> str:
-    quants = {q for key in keys if (q := _quant(key, version)) is not None}
+def arch_for(config: ConfigFile, device: str) -> str:
+    """Return the architecture of a GPU of the catalogue, else one that has kernels for the config."""
+    if (known := arch_of(device)) is not None:
+        return known
+    version = installed_flashinfer()
+    quants = {q for key in _parse(config)[0].values() if (q := _quant(key, version)) is not None}
     return "sm120" if quants - {"bf16", "fp8"} else "sm90"
 
 
@@ -427,30 +471,44 @@ def _installed(
     config: ConfigFile, path: Path, device: str, stub: StubbedFlashInfer, notes: list[str]
 ) -> Iterator[tuple[str, str] | None]:
     """Put the file where FlashInfer looks for it; give the code and reason if FlashInfer refuses it."""
-    bundled = config.kind == "bundled"
-    before = os.environ.get(ENV_BUNDLED)
-    os.environ[ENV_BUNDLED] = "1" if bundled else "0"
+    if config.kind != "bundled":
+        with loaded(config, path, stub) as refusal:
+            yield refusal
+        return
     autotuner = importlib.import_module("flashinfer.autotuner.autotuner")
     module_name: str = autotuner.get_config_path(is_module=True)
+    stem = module_name.rpartition("flashinfer.tuning_configs.")[2]
+    if "." in stem or "/" in stem:
+        yield "not-importable", f"FlashInfer can't import a module named {stem}: '.' or '/' in the GPU's name"
+        return
+    if path.stem != stem:
+        notes.append(f"replayed as {stem}.py, the only name FlashInfer looks for on {device}")
     shadowed = sys.modules.get(module_name)
+    module = types.ModuleType(module_name)
+    module.best_configs = dict(config.raw)  # type: ignore[attr-defined]
+    sys.modules[module_name] = module
     try:
-        if not bundled:
-            yield _load_json(path, config, stub)
-        else:
-            stem = module_name.rpartition("flashinfer.tuning_configs.")[2]
-            if "." in stem or "/" in stem:
-                yield "not-importable", f"FlashInfer can't import a module named {stem}: '.' or '/' in the GPU's name"
-                return
-            if path.stem != stem:
-                notes.append(f"replayed as {stem}.py, the only name FlashInfer looks for on {device}")
-            module = types.ModuleType(module_name)
-            module.best_configs = dict(config.raw)  # type: ignore[attr-defined]
-            sys.modules[module_name] = module
+        with _bundled_configs(True):
             yield None
     finally:
-        sys.modules.pop(module_name, None)
+        del sys.modules[module_name]
         if shadowed is not None:
             sys.modules[module_name] = shadowed
+
+
+def without_bundled_configs() -> contextlib.AbstractContextManager[None]:
+    """Keep FlashInfer from answering out of its bundled configs."""
+    return _bundled_configs(False)
+
+
+@contextlib.contextmanager
+def _bundled_configs(read_them: bool) -> Iterator[None]:
+    """Say whether FlashInfer reads its bundled configs."""
+    before = os.environ.get(ENV_BUNDLED)
+    os.environ[ENV_BUNDLED] = "1" if read_them else "0"
+    try:
+        yield
+    finally:
         if before is None:
             del os.environ[ENV_BUNDLED]
         else:

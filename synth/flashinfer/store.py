@@ -9,19 +9,25 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from synth.errors import SynthError
-from synth.flashinfer import replay as replaying
-from synth.flashinfer.contract import ENV_BUNDLED, POLICY, RUNNER, Dtype, ParsedKey, arch_of, parse_file_key
+from synth.flashinfer.contract import POLICY, RUNNER, Dtype, ParsedKey, parse_file_key
 from synth.flashinfer.formats import ConfigFile, read
-from synth.flashinfer.replay import ReplayReport, StubbedFlashInfer, installed_flashinfer, stubbed_gpu
+from synth.flashinfer.replay import (
+    ReplayReport,
+    StubbedFlashInfer,
+    arch_for,
+    ask,
+    installed_flashinfer,
+    loaded,
+    stubbed_gpu,
+    without_bundled_configs,
+)
 
 #: What FlashInfer writes where it can't tell.
 _UNKNOWN = ("unknown", "None", None)
@@ -74,7 +80,7 @@ def environment(config: ConfigFile, gpu: str | None = None) -> dict[str, str]:
     autotuner = importlib.import_module("flashinfer.autotuner.autotuner")
     if gpu is None:
         return dict(autotuner._collect_metadata())
-    with stubbed_gpu(gpu, _arch(config)):
+    with stubbed_gpu(gpu, arch_for(config, gpu)):
         return dict(autotuner._collect_metadata())
 
 
@@ -189,7 +195,7 @@ def replay_file(config: ConfigFile, path: Path) -> ReplayReport:
         As :func:`synth.flashinfer.replay.replay`.
     """
     theirs = read(path)
-    return _replay(config, str(path), lambda stub, gpu: replaying._installed(theirs, path, gpu, stub, []))
+    return ask(config, str(path), lambda stub: loaded(theirs, path, stub), _gpu(config))
 
 
 def replay_store(config: ConfigFile, root: Path) -> ReplayReport:
@@ -206,12 +212,15 @@ def replay_store(config: ConfigFile, root: Path) -> ReplayReport:
     coverage = module.ReplayCoverage(max_records=0)
 
     @contextlib.contextmanager
-    def attach(_stub: StubbedFlashInfer, _gpu: str) -> Iterator[tuple[str, str] | None]:
-        # A scoped store takes precedence over nothing and is preceded by nothing: no file, no bundled config.
-        with module.autotune_v2(mode="replay", cache_root=root, cache_scope="context", replay_report=coverage):
+    def attach(_stub: StubbedFlashInfer) -> Iterator[tuple[str, str] | None]:
+        # A scoped store is preceded by nothing, and followed by bundled configs only, which are not read.
+        with (
+            without_bundled_configs(),
+            module.autotune_v2(mode="replay", cache_root=root, cache_scope="context", replay_report=coverage),
+        ):
             yield None
 
-    report = _replay(config, str(root), attach)
+    report = ask(config, str(root), attach, _gpu(config))
     if coverage.hits < report.hits:
         raise SynthError(
             f"FlashInfer counts {coverage.hits} hits of the store at {root}, but {report.hits} tactics came from it; "
@@ -220,55 +229,5 @@ def replay_store(config: ConfigFile, root: Path) -> ReplayReport:
     return report
 
 
-def _replay(
-    config: ConfigFile,
-    name: str,
-    attach: Callable[[StubbedFlashInfer, str], AbstractContextManager[tuple[str, str] | None]],
-) -> ReplayReport:
-    version = installed_flashinfer()
-    gpu = config.gpu or "any GPU"
-    keys, unreadable = replaying._parse(config)
-    tactics: dict[str, object] = {entry.key: entry.tactic_id for entry in config.entries}
-    tally = replaying._Tally(tactics, keys)
-    with _no_bundled(), stubbed_gpu(gpu, _arch(config)) as stub, attach(stub, gpu) as refusal:
-        if refusal is not None:
-            for key in config.raw:
-                tally.miss(key, *refusal)
-        else:
-            for key, reason in unreadable.items():
-                tally.miss(key, "unreadable-key", reason)
-            replaying._ask(stub, tally, replaying._layers(tally, version), version)
-    order = {key: i for i, key in enumerate(config.raw)}
-    return ReplayReport(
-        path=name,
-        flashinfer=version,
-        device=gpu,
-        arch=_arch(config),
-        loaded=refusal is None,
-        keys=len(config.raw),
-        keys_hit=len(config.raw) - len({m.key for m in tally.misses.values()}),
-        lookups=tally.lookups,
-        hits=tally.hits,
-        calls=tally.calls,
-        reprofiled=tally.reprofiled,
-        misses=tuple(sorted(tally.misses.values(), key=lambda m: (order[m.key], m.code))),
-    )
-
-
-def _arch(config: ConfigFile) -> str:
-    keys, _ = replaying._parse(config)
-    return arch_of(config.gpu) or replaying._arch_of_keys(keys.values(), installed_flashinfer())
-
-
-@contextlib.contextmanager
-def _no_bundled() -> Iterator[None]:
-    """Keep FlashInfer from answering out of its bundled configs."""
-    before = os.environ.get(ENV_BUNDLED)
-    os.environ[ENV_BUNDLED] = "0"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[ENV_BUNDLED]
-        else:
-            os.environ[ENV_BUNDLED] = before
+def _gpu(config: ConfigFile) -> str:
+    return config.gpu or "any GPU"

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 from sklearn.ensemble import ExtraTreesRegressor
 
+from synth import untrusted
 from synth.catalog.devices import Device, get_device
 from synth.catalog.legality import runnable_ids, smem_block_bytes
 from synth.catalog.shapes import MoEShape
@@ -31,17 +32,26 @@ from synth.catalog.tactics import STAGES, Tactic, TacticTable, load_table
 from synth.errors import SynthError
 from synth.files import write_atomically
 from synth.measurements import Origin, Timings, digest
-from synth.performance.forest import Forest
+from synth.performance.forest import _LEAF, Forest
 from synth.performance.geometry import EXTENTS, Floats, Ints, Sites, least_by, sites
 from synth.performance.roofline import DEFAULTS, Hardware, Roofline, TacticColumns, Work, tactic_columns, work
 from synth.performance.routing import UNIFORM, Routing
 
 #: Version of the model file and of the features; a file of another one has to be fitted again.
 FORMAT = 3
-#: Largest model file that is read, unpacked, in bytes.
-_MAX_UNPACKED = 256 * 1024 * 1024
-#: Most files in a model archive.
-_MAX_FILES = 16
+#: Largest model file that is read, in bytes: the shipped ones have 2.3 MB and are kept below 8 MiB.
+_MAX_PACKED = 32 << 20
+#: … and unpacked. A node of a tree takes 4 bytes there, and 100 as scikit-learn has it.
+_MAX_UNPACKED = 64 << 20
+#: Largest description in a model file, in bytes: those of the shipped ones have 11 kB.
+_MAX_DESCRIPTION = 4 << 20
+#: Most trees of a forest and levels of a tree; the shipped models have 64 and 43.
+_MAX_TREES, _MAX_LEVELS = 1024, 500
+#: Largest leaf: the logarithm of a ratio of times, which is 3 at most in the shipped models.
+_MAX_LEAF = 20.0
+#: The arrays of a model file.
+_FORESTS = ("choice_", "time_", "residual_")
+_ARRAYS = tuple(f"{forest}{array}.npy" for forest in _FORESTS for array in ("sizes", "feature", "threshold", "value"))
 #: A file's modification time inside the archive, so that equal models are equal bytes.
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 #: Relative times are clipped at this logarithm, and slower timings don't shape the analytic constants.
@@ -484,7 +494,7 @@ class PerformanceModel:
         way_out = "fit it again with `synth fit`"
         try:
             files = _unpack(path)
-            meta = json.loads(files["model.json"])
+            meta = untrusted.loads(files["model.json"])
             if meta["format"] != FORMAT or tuple(meta["features"]) != FEATURES:
                 raise SynthError(f"{path}: a model of another version of synth; {way_out}")
             arrays = {name.removesuffix(".npy"): _array(data) for name, data in files.items() if name.endswith(".npy")}
@@ -497,29 +507,25 @@ class PerformanceModel:
             if not 0 < split < len(tactics):
                 raise SynthError("its tactics are not those of two stages")
             known = _known_table(origin)
-            model = cls(**meta["parameters"])
+            model = cls(**_parameters(meta["parameters"]))
             table = TacticTable(
                 origin.flashinfer, origin.arch, origin.quant, tuple(tactics[:split]), tuple(tactics[split:])
             )
             if known not in (None, table) or any(0 in (*t.tile, *t.cluster) for t in tactics):
                 raise SynthError("its tactics are not those of its FlashInfer version")
             model._bind(origin, table)
-            model.shapes_ = tuple((str(label), str(MoEShape.parse(shape))) for label, shape in meta["shapes"])
-            model.digest_ = str(meta["digest"])
+            model.shapes_ = tuple((_name(label), str(MoEShape.parse(shape))) for label, shape in meta["shapes"])
+            model.digest_ = _name(meta["digest"])
             model.roofline_ = Roofline(tuple(float(meta["roofline"][name]) for name in DEFAULTS))
             if not all(-20.0 <= x <= 6.0 for x in model.roofline_.constants):
                 raise SynthError("its constants are out of range")
             model.choice_, model.time_, model.residual_ = (
-                Forest.from_arrays(
-                    {k.removeprefix(prefix): v for k, v in arrays.items() if k.startswith(prefix)}, len(FEATURES)
-                )
-                if any(k.startswith(prefix) for k in arrays)
-                else None
-                for prefix in ("choice_", "time_", "residual_")
+                _forest({k.removeprefix(prefix): v for k, v in arrays.items() if k.startswith(prefix)})
+                for prefix in _FORESTS
             )
             if (model.choice_ is None) != (model.time_ is None):
                 raise SynthError("it has one of two forests that go together")
-            model.borrowed_ = str(meta["borrowed"])
+            model.borrowed_ = _name(meta["borrowed"])
             model.spread_ = float(meta["spread"])
             if not 0.0 < model.spread_ < math.inf:
                 raise SynthError("its spread is no positive number")
@@ -530,7 +536,8 @@ class PerformanceModel:
         except FileNotFoundError:
             raise SynthError(f"{path}: no such model; {way_out}") from None
         except SynthError as e:
-            raise SynthError(str(e) if str(path) in str(e) else f"{path}: {e}; {way_out}") from None
+            text = str(e) if str(path) in str(e) else f"{path}: {e}"
+            raise SynthError(text if way_out in text else f"{text}; {way_out}") from None
         except Exception as e:  # zipfile, zlib, json and numpy raise a dozen kinds for damaged input
             raise SynthError(f"{path}: not a model of synth ({type(e).__name__}); {way_out}") from None
         return model
@@ -712,18 +719,71 @@ def _known_table(origin: Origin) -> TacticTable | None:
 
 
 def _unpack(path: Path) -> dict[str, bytes]:
-    """Return a model archive's files: each once, never more bytes than declared, nothing encrypted."""
-    with zipfile.ZipFile(path) as archive:
+    """Return a model archive's files: those of a model only, each once, never more bytes than declared.
+
+    They are read into memory and nothing is written, so that a name such as ``../x`` would lead nowhere; it is refused
+    all the same.
+    """
+    try:
+        data = untrusted.read_bytes(path, _MAX_PACKED, "model")
+    except SynthError:
+        if not path.exists():
+            raise FileNotFoundError from None
+        raise
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
         infos = archive.infolist()
         names = {i.filename for i in infos}
-        if sum(i.file_size for i in infos) > _MAX_UNPACKED or len(names) != len(infos) or len(names) > _MAX_FILES:
+        if sum(i.file_size for i in infos) > _MAX_UNPACKED or len(names) != len(infos):
             raise SynthError("larger than any model")
+        if strange := sorted(names - {"model.json", *_ARRAYS}):
+            raise SynthError(f"it holds {untrusted.shown(strange[0])}, which no model has")
         files = {}
         for info in infos:
+            # Other methods have windows of gigabytes.
+            if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                raise SynthError("it is packed in another way than models are")
             # A plain read() would unpack everything first and cut it to the declared size afterwards.
             with archive.open(info) as f:
                 files[info.filename] = f.read(info.file_size + 1)
-        return files
+    if len(files.get("model.json", b"")) > _MAX_DESCRIPTION:
+        raise SynthError("its description is larger than any model's")
+    return files
+
+
+def _name(value: object) -> str:
+    """Return a text that may be printed."""
+    if not isinstance(value, str) or len(value) > 200 or not value.isprintable():
+        raise SynthError(f"{untrusted.shown(value)} is no name")
+    return value
+
+
+def _parameters(values: Mapping[str, Any]) -> dict[str, Any]:
+    if values.keys() - set(_PARAMETERS) or not all(type(v) in (int, float) for v in values.values()):
+        raise SynthError("its parameters are not those of a model")
+    return dict(values)
+
+
+def _forest(arrays: Mapping[str, NDArray[Any]]) -> Forest | None:
+    """Return the forest of some arrays, None of none; what would take long to walk through or overflow is refused."""
+    if not arrays:
+        return None
+    sizes, feature, value = (arrays.get(name, np.zeros(0)) for name in ("sizes", "feature", "value"))
+    if len(sizes) > _MAX_TREES:
+        raise SynthError(f"its forest has more than {_MAX_TREES} trees")
+    if len(value) and not np.abs(value.astype(np.float64)).max() <= _MAX_LEAF:
+        raise SynthError(f"its forest predicts logarithms beyond {_MAX_LEAF:g}")
+    forest = Forest.from_arrays(arrays, len(FEATURES))
+    inner = np.concatenate([[0], np.cumsum(feature != _LEAF)])
+    start = 0
+    for size in sizes.tolist():
+        # Nodes lie level by level: those of the next one are the children of this one's.
+        levels, first, last = 0, start, start + 1
+        while first < last:
+            first, last, levels = last, last + 2 * int(inner[last] - inner[first]), levels + 1
+            if levels > _MAX_LEVELS:
+                raise SynthError(f"its forest has a tree of more than {_MAX_LEVELS} levels")
+        start += size
+    return forest
 
 
 def _array(data: bytes) -> NDArray[Any]:

@@ -42,6 +42,14 @@ COUNTS = {
     ("sm120", "bf16"): (9, 9),
 }
 TABLES = [pytest.param(t, id=f"{t.arch}-{t.quant}") for t in load_tables()]
+#: Releases that enumerate alike: first, last, number of SM120 tiles for NVFP4 and for MXFP8 activations with MXFP4
+#: weights. Each tile makes two tactics of gemm1 and four of gemm2.
+ERAS = (
+    ("0.6.4", "0.6.7.post3", 4, 4),
+    ("0.6.8", "0.6.10.post1", 6, 6),
+    ("0.6.11", "0.7.0.post1", 10, 10),
+    ("0.7.1", "0.7.4", 8, 3),
+)
 
 
 class TestTactic:
@@ -133,6 +141,94 @@ class TestTable:
     def test_known_versions_have_every_table(self) -> None:
         assert DEFAULT_FLASHINFER in known_versions()
         assert {t.quant for t in load_tables()} == set(QUANTS)
+
+
+def releases(first: str, last: str) -> tuple[str, ...]:
+    known = known_versions()
+    return known[known.index(first) : known.index(last) + 1]
+
+
+class TestVersions:
+    def test_every_release_is_known_from_the_oldest_to_the_newest(self) -> None:
+        listed = [v for first, last, *_ in ERAS for v in releases(first, last)]
+        assert listed == list(known_versions())
+        assert (listed[0], listed[-1], len(listed)) == ("0.6.4", "0.7.4", 35)
+        assert {t.flashinfer for v in listed for t in load_tables(v)} == set(listed)
+
+    def test_a_release_that_never_was_is_refused(self) -> None:
+        for version in ("0.7.3", "0.6.16.post5", "0.6.3"):
+            with pytest.raises(SynthError, match=rf"FlashInfer {version}; known: 35 releases from 0\.6\.4 to 0\.7\.4"):
+                load_table("sm90", "bf16", version)
+
+    @pytest.mark.parametrize(("first", "last", "nvfp4", "mxfp4"), ERAS)
+    def test_counts(self, first: str, last: str, nvfp4: int, mxfp4: int) -> None:
+        for version in releases(first, last):
+            counts = {(t.arch, t.quant): (len(t.gemm1), len(t.gemm2)) for t in load_tables(version)}
+            assert counts == {
+                **COUNTS,
+                ("sm120", "nvfp4"): (2 * nvfp4, 4 * nvfp4),
+                ("sm120", "mxfp8_mxfp4"): (2 * mxfp4, 4 * mxfp4),
+            }
+
+    @pytest.mark.parametrize(("first", "last", "nvfp4", "mxfp4"), ERAS)
+    def test_ids_are_tiles_then_finalize_then_the_same_swapped(
+        self, first: str, last: str, nvfp4: int, mxfp4: int
+    ) -> None:
+        for quant, tiles in (("nvfp4", nvfp4), ("mxfp8_mxfp4", mxfp4)):
+            table = load_table("sm120", quant, last)
+            order = [t.tile for t in table.gemm1[:tiles]]
+            assert len(set(order)) == tiles
+            assert [(t.tile, t.swap_ab) for t in table.gemm1] == [(t, s) for s in (False, True) for t in order]
+            assert [(t.tile, t.finalize, t.swap_ab) for t in table.gemm2] == [
+                (t, f, s) for s in (False, True) for f in (False, True) for t in order
+            ]
+
+    def test_only_sm120_fp4_was_ever_renumbered(self) -> None:
+        for version in known_versions():
+            for table in load_tables(version):
+                if table.quant not in ("nvfp4", "mxfp8_mxfp4"):
+                    now = load_table(table.arch, table.quant)
+                    assert (table.gemm1, table.gemm2) == (now.gemm1, now.gemm2), version
+
+    @pytest.mark.parametrize(
+        ("tactic", "ids"),
+        [
+            # The † tiles, which no grouped kernel runs, were listed from 0.6.8 to 0.7.0.
+            ("tma120 128x128x128B cl1x1x1 ml0 epi0 fin0 swap0", (0, 0, 0, 0)),
+            ("tma120 256x128x64B cl1x1x1 ml0 epi0 fin0 swap0", (3, 2, 2, 2)),
+            ("tma120 128x256x64B cl1x1x1 ml0 epi0 fin0 swap0", (2, 3, 3, 3)),
+            ("tma120 128x128x256B cl1x1x1 ml0 epi0 fin0 swap0", (None, 4, 4, None)),
+            ("tma120 256x128x128B cl1x1x1 ml0 epi0 fin0 swap1", (None, 11, 15, None)),
+            ("tma120 128x32x64B cl1x1x1 ml0 epi0 fin0 swap1", (None, None, 17, 13)),
+            ("tma120 128x64x64B cl1x1x1 ml0 epi0 fin0 swap1", (None, None, 19, 15)),
+        ],
+    )
+    def test_a_tactic_has_another_id_in_another_era(self, tactic: str, ids: tuple[int | None, ...]) -> None:
+        for (_, last, *_), expected in zip(ERAS, ids, strict=True):
+            table = load_table("sm120", "nvfp4", last)
+            if expected is None:
+                with pytest.raises(SynthError, match=f"FlashInfer {last} has no gemm1 tactic"):
+                    table.id_of(1, Tactic.parse(tactic))
+            else:
+                assert table.id_of(1, Tactic.parse(tactic)) == expected
+
+    def test_the_same_tactic_before_and_after_the_pruning(self) -> None:
+        before, after = load_table("sm120", "nvfp4", "0.6.17"), load_table("sm120", "nvfp4", "0.7.4")
+        assert str(before.tactic(17)) == "tma120 128x32x64B cl1x1x1 ml0 epi0 fin0 swap1"
+        assert {i: after.id_of(1, before.tactic(i)) for i in (16, 17)} == {16: 12, 17: 13}
+        assert str(before.tactic(57)) == "tma120 128x32x64B cl1x1x1 ml0 epi0 fin1 swap1"
+        assert after.id_of(2, before.tactic(57)) == 45
+
+    @pytest.mark.parametrize(("first", "last", "nvfp4", "mxfp4"), ERAS)
+    def test_without_fused_finalize_gemm2s_range_is_half_as_long(
+        self, first: str, last: str, nvfp4: int, mxfp4: int
+    ) -> None:
+        for quant, tiles in (("nvfp4", nvfp4), ("mxfp8_mxfp4", mxfp4)):
+            table = load_table("sm120", quant, last)
+            shorter = table.without_fused_finalize()
+            assert (table.ids(2), shorter.ids(2)) == (range(2 * tiles, 6 * tiles), range(2 * tiles, 4 * tiles))
+            # The swapped half has other ids: the same entry means another tactic to a server that doesn't fuse.
+            assert all(shorter.id_of(2, t) == i - tiles for i, t in table.items(2) if t.swap_ab and not t.finalize)
 
 
 def function_body(source: str, name: str) -> str:

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
-from synth.catalog.shapes import Deployment
+from synth.catalog.shapes import Deployment, MoEShape
+from synth.catalog.tactics import DEFAULT_FLASHINFER, load_table
+from synth.commands.checking import check as check_command
+from synth.denied import Denial
 from synth.errors import SynthError
-from synth.flashinfer.checking import SEVERITIES, Finding, check, summary
-from synth.flashinfer.contract import build_metadata, file_keys
-from synth.flashinfer.formats import BUNDLED_PREFIX, ConfigEntry, dumps_json
+from synth.flashinfer.checking import SEVERITIES, Finding, check, check_files, summary
+from synth.flashinfer.contract import METADATA_KEYS, POLICY, build_metadata, file_keys, token_buckets
+from synth.flashinfer.formats import BUNDLED_PREFIX, ConfigEntry, dumps_json, entry_file, environment_hash
+from synth.sidecars import Record, Sidecar, sidecar_path
 
 H200 = "NVIDIA H200"
+OLMOE = Deployment("olmoe", 1, 1, "bf16", "swiglu", False, MoEShape(2048, 1024, 64, 8))
 Write = Callable[..., Path]
 
 
@@ -297,13 +304,6 @@ def test_text_that_is_no_key_is_named(write: Write) -> None:
     assert codes(findings) == ["unreadable-key"]
 
 
-def test_duplicates_are_named(tmp_path: Path, write: Write) -> None:
-    path = write()
-    key = first_key(json.loads(path.read_text()))
-    path.write_text(path.read_text().rstrip("}\n") + f', {json.dumps(key)}: ["MoERunner", 2]}}')
-    assert "duplicate-key" in codes(check(path))
-
-
 def test_ids_are_judged_by_the_architecture(write: Write) -> None:
     path = write(set_entry(["MoERunner", 20]))
     assert check(path) == []
@@ -374,3 +374,389 @@ def test_check_needs_neither_torch_nor_flashinfer(write: Write) -> None:
         f"sys.exit(bool(check(pathlib.Path({str(write())!r}))))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# ---- what people run into, a kind a test -------------------------------------------------------------------
+
+NVFP4 = Deployment("deepseek-v3", 8, 1, "nvfp4", "swiglu", False, MoEShape(7168, 256, 256, 8))
+RTX = "NVIDIA RTX PRO 6000 Blackwell Server Edition"
+MANIFEST = {**dict.fromkeys(METADATA_KEYS, "1.2.3"), "flashinfer_version": DEFAULT_FLASHINFER, "gpu": H200}
+
+
+def config_of(
+    path: Path,
+    deployment: Deployment,
+    device: str,
+    *,
+    engines: Sequence[str] = ("vllm",),
+    buckets: Sequence[int] | None = None,
+    flashinfer: str = DEFAULT_FLASHINFER,
+    arch: str = "sm90",
+    change: Callable[[str], str] = str,
+    tactic: Callable[[int], int] | None = None,
+) -> Path:
+    """Write a config with the first tactic of each stage, its keys changed as asked."""
+    table = load_table(arch, deployment.quant, flashinfer)
+    keys = {
+        change(key): (tactic or (lambda stage: table.ids(stage)[0]))(stage)
+        for engine in engines
+        for stage in (1, 2)
+        for bucket in (token_buckets(8192) if buckets is None else buckets)
+        for key in file_keys(deployment, engine, bucket, stage, arch, flashinfer)
+    }
+    path.write_bytes(dumps_json(build_metadata(device, flashinfer), [ConfigEntry(k, i) for k, i in keys.items()]))
+    return path
+
+
+def worst(findings: list[Finding]) -> dict[str, str]:
+    """Return the severity of each code."""
+    return {g.code: g.severity for g in summary(findings)}
+
+
+def test_a_shape_without_columns_is_impossible(tmp_path: Path) -> None:
+    for flashinfer in ("0.6.12", "0.6.17", "0.7.1", "0.7.4"):
+        path = config_of(
+            tmp_path / "a.json", OLMOE, H200, flashinfer=flashinfer, buckets=[8],
+            change=lambda key: key.replace("((8, 2048)", "((8, 0)"),
+        )  # fmt: skip
+        findings = check(path, flashinfer)
+        assert worst(findings)["shapes"] == "error" and "dead-file" in worst(findings)
+        assert any("less than 1" in f.message for f in findings)
+
+
+@pytest.mark.parametrize("flashinfer", ["0.6.12", "0.6.17", "0.7.1", "0.7.4"])
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("(8, 2048), ", ""),
+        ("(8, 2048)", "(8,)"),
+        ("(8, 2048)", "(8, 2049)"),
+        ("(8, 2048)", "(8, 2048, 1)"),
+        ("(8, 2048)", "(8589934592, 2048)"),
+        ("(64, 2048, 2048)", "(63, 2048, 2048)"),
+        ("(64, 2048, 2048)", "(64, 2047, 2048)"),
+        ("(64, 2048, 2048)", "(64, 2048, 1023)"),
+        ("(64, 2048, 1024)", "(64, 2048, 3000000000)"),
+        ("(64, 2048, 1024)", "(64, -2048, 1024)"),
+        ("(0,)", "(7,)"),
+        ("(0,)", "(64, 77)"),
+    ],
+)
+def test_impossible_shapes_are_named_under_every_version(tmp_path: Path, flashinfer: str, old: str, new: str) -> None:
+    path = config_of(
+        tmp_path / "a.json", OLMOE, H200, flashinfer=flashinfer, buckets=[8], change=lambda k: k.replace(old, new)
+    )
+    found = {g.code: g for g in summary(check(path, flashinfer))}
+    assert found.keys() & {"shapes", "gating", "bucket"}
+    assert found["dead-file"].severity == "error"
+
+
+def test_a_shape_that_has_no_kernel_names_the_padded_size(tmp_path: Path) -> None:
+    deployment = replace(NVFP4, shape=MoEShape(7168, 16 * 17, 256, 8))
+    path = config_of(tmp_path / "a.json", deployment, RTX, arch="sm120", buckets=[1, 2, 4])
+    message = next(f.message for f in check(path) if f.code == "tactic-cant-run")
+    assert "not a multiple of" in message and "pad it to" in message
+
+
+def test_keys_of_ranks_that_do_not_exist_and_of_ranks_that_are_missing(tmp_path: Path) -> None:
+    sharded = replace(OLMOE, tp=4, shape=MoEShape(2048, 256, 64, 8))
+    keys = file_keys(sharded, "vllm", 8, 1, "sm90", "0.7.1")
+    assert len(keys) == 4
+    path = tmp_path / "a.json"
+    path.write_bytes(dumps_json(build_metadata(H200, "0.7.1"), [ConfigEntry(k, 1) for k in keys]))
+    assert not {"missing-ranks", "rank-out-of-range"} & worst(check(path, "0.7.1")).keys()
+    path.write_bytes(dumps_json(build_metadata(H200, "0.7.1"), [ConfigEntry(k, 1) for k in keys[2:3]]))
+    finding = next(f for f in check(path, "0.7.1") if f.code == "missing-ranks")
+    assert "1 of 4 ranks (tp/ep 2/0)" in finding.message and finding.severity == "warning"
+    moved = keys[3].replace(", 8, 4, 3, 1, 0,", ", 8, 4, 4, 1, 0,")
+    assert moved != keys[3]
+    path.write_bytes(dumps_json(build_metadata(H200, "0.7.1"), [ConfigEntry(moved, 1)]))
+    assert worst(check(path, "0.7.1"))["rank-out-of-range"] == "error"
+
+
+def test_ranks_with_different_tactics_in_one_file(tmp_path: Path) -> None:
+    sharded = replace(OLMOE, tp=2, shape=MoEShape(2048, 512, 64, 8))
+    keys = file_keys(sharded, "vllm", 8, 1, "sm90", "0.7.1")
+    path = tmp_path / "a.json"
+    path.write_bytes(dumps_json(build_metadata(H200, "0.7.1"), [ConfigEntry(k, i) for i, k in enumerate(keys)]))
+    assert worst(check(path, "0.7.1"))["rank-tactics-differ"] == "warning"
+
+
+def test_files_of_two_ranks_that_differ(write: Write) -> None:
+    same = [write(name=f"rank{i}.json") for i in range(2)]
+    assert check_files(same) == {same[0]: [], same[1]: []}
+    other = write(set_entry(["MoERunner", 30]), name="rank2.json")
+    (finding,) = check_files([*same, other])[other]
+    assert finding.code == "ranks-differ" and "1 keys have another tactic" in finding.message
+    assert "rank0.json" in finding.message
+    fewer = write(lambda content: content.pop(first_key(content)), name="rank3.json")
+    assert "ranks-differ" in codes(check_files([same[0], fewer])[fewer])
+    elsewhere = write(set_entry(["MoERunner", 30]), name="b.json", metadata=build_metadata("NVIDIA H100 80GB HBM3"))
+    assert "ranks-differ" not in codes(check_files([same[0], elsewhere])[elsewhere])
+
+
+def test_files_of_ranks_whose_keys_hold_the_rank_are_compared_without_it(tmp_path: Path) -> None:
+    sharded = replace(OLMOE, tp=2, shape=MoEShape(2048, 512, 64, 8))
+    keys = file_keys(sharded, "vllm", 8, 1, "sm90", "0.7.1")
+    paths = []
+    for rank, (key, tactic) in enumerate(zip((*keys, keys[1]), (1, 1, 2), strict=True)):
+        paths.append(tmp_path / f"{rank}.json")
+        paths[-1].write_bytes(dumps_json(build_metadata(H200, "0.7.1"), [ConfigEntry(key, tactic)]))
+    found = check_files(paths, "0.7.1")
+    assert ["ranks-differ" in codes(found[path]) for path in paths] == [False, False, True]
+
+
+def test_an_id_counted_from_the_stages_first_is_recognised(tmp_path: Path) -> None:
+    path = config_of(tmp_path / "a.json", NVFP4, RTX, arch="sm120", tactic=lambda stage: 3)
+    found = next(f for f in check(path) if f.code == "id-out-of-range")
+    assert "gemm2 has no id 3, but 16 to 47 (sm120 nvfp4)" in found.message
+    assert "counted from gemm2's first tactic" in found.message
+
+
+def test_an_id_of_another_version_names_versions_that_have_it(tmp_path: Path) -> None:
+    path = config_of(tmp_path / "a.json", NVFP4, RTX, arch="sm120", tactic=lambda stage: 17 if stage == 1 else 57)
+    found = [f for f in check(path) if f.code == "id-out-of-range"]
+    assert len(found) == 2 * len(token_buckets(8192))
+    assert all("; FlashInfer 0.6." in f.message for f in found)
+
+
+def test_duplicates_that_differ_are_worse_than_equal_ones(write: Write) -> None:
+    path = write()
+    text = path.read_text().rstrip("}\n")
+    key = first_key(json.loads(path.read_text()))
+    value = json.loads(path.read_text())[key]
+    path.write_text(f"{text}, {json.dumps(key)}: {json.dumps(value)}}}")
+    assert worst(check(path)) == {"duplicate-key": "note"}
+    path.write_text(f'{text}, {json.dumps(key)}: ["MoERunner", 2]}}')
+    assert worst(check(path)) == {"duplicate-differs": "warning"}
+
+
+def test_the_token_counts_of_a_server_that_a_file_does_not_cover(write: Write) -> None:
+    path = write()
+    assert worst(check(path, max_tokens=[8192, 512])) == {"clamped-tokens": "note"}
+    found = check(path, max_tokens=[16384, 600])
+    messages = [f.message for f in found if f.code == "uncovered-tokens"]
+    assert len(messages) == 4
+    assert "gemm1: a server whose maximum is 600 finds no entry for 513 to 600 tokens" in messages[0]
+    assert "a server whose maximum is 16384 finds no entry for 8193 to 16384 tokens" in messages[2]
+    notes = [f.message for f in found if f.code == "clamped-tokens"]
+    assert notes[0].startswith("a server whose maximum is 600 runs every batch of more tokens with the tactics of")
+
+
+@pytest.mark.parametrize(
+    ("buckets", "found"),
+    [
+        ([1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192], True),
+        ([100, 200, 500, 1000], True),
+        ([1, 16, 100, 300, 1000, 4000, 8192], True),
+        (token_buckets(8192), False),
+        (token_buckets(600), False),
+        ((*token_buckets(8192), 500, 600), False),
+        ([b for b in token_buckets(8192) if b not in (8, 768)], False),
+        ([256, 512], False),
+    ],
+)
+def test_buckets_that_tuning_buckets_overrode(tmp_path: Path, buckets: Sequence[int], found: bool) -> None:
+    path = config_of(tmp_path / "a.json", OLMOE, H200, buckets=buckets)
+    findings = check(path)
+    assert (worst(findings).get("tuning-buckets") == "warning") == found
+    if found:
+        message = next(f.message for f in findings if f.code == "tuning-buckets")
+        assert "tuning_buckets=" in message and str(buckets[1]) in message
+
+
+def test_the_same_gaps_in_every_layer_are_an_override(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    layers = [OLMOE, replace(OLMOE, shape=MoEShape(1024, 512, 32, 4))]
+    keys = [k for d in layers for b in (1, 64, 512) for s in (1, 2) for k in file_keys(d, "vllm", b, s, "sm90")]
+    entries = [ConfigEntry(k, 0 if "gemm1" in k else 45) for k in keys]
+    path.write_bytes(dumps_json(build_metadata(H200), entries))
+    assert "tuning-buckets" in worst(check(path))
+    path.write_bytes(dumps_json(build_metadata(H200), entries[:-1]))
+    assert "tuning-buckets" not in worst(check(path))
+
+
+@pytest.mark.parametrize("name", ["a.json", f"{BUNDLED_PREFIX}NVIDIA_H200.py"])
+def test_files_of_a_newer_flashinfer(write: Write, name: str) -> None:
+    path = write(name=name, metadata={**build_metadata(H200), "flashinfer_version": "99.1.0.post1"})
+    found = worst(check(path))
+    assert found["newer-flashinfer"] == "warning"
+    assert found["bundled-version" if name.endswith(".py") else "metadata-mismatch"] == "error"
+
+
+def test_keys_with_a_number_of_extras_that_no_version_has(tmp_path: Path) -> None:
+    path = config_of(tmp_path / "a.json", OLMOE, H200, buckets=[8], change=lambda key: key[:-2] + ", 1, True))")
+    found = worst(check(path))
+    assert found["key-19-extras"] == "error" and found["dead-file"] == "error"
+    assert any("fits no known FlashInfer" in f.message for f in check(path))
+
+
+def test_a_module_for_another_version_is_an_error(write: Write) -> None:
+    path = write(name=f"{BUNDLED_PREFIX}NVIDIA_H200.py")
+    assert worst(check(path, "0.7.2"))["bundled-version"] == "error"
+
+
+def test_entries_of_other_operations_are_counted_and_not_judged(write: Write) -> None:
+    key = "('flashinfer::trtllm_fp4_block_scale_moe', 'MoERunner', ((1, 2),), (None, 1.5, 'x'))"
+    path = write(lambda content: content.update({key: ["MoERunner", [1, 2]]}))
+    (finding,) = check(path)
+    assert (finding.code, finding.severity) == ("other-operations", "note")
+    assert "flashinfer::trtllm_fp4_block_scale_moe" in finding.message
+    path = write(lambda content: content.update({key: {}}))
+    assert worst(check(path))["crash"] == "error"
+    only = {"_metadata": build_metadata(H200), key: ["MoERunner", [1, 2]]}
+    path.write_text(json.dumps(only), encoding="utf-8")
+    assert worst(check(path)) == {"other-operations": "warning"}
+
+
+def test_a_misspelt_operation_is_an_error(tmp_path: Path) -> None:
+    path = config_of(tmp_path / "a.json", OLMOE, H200, change=lambda key: key.replace("fused_moe", "fusedmoe"))
+    assert worst(check(path))["unknown-op"] == "error"
+
+
+def test_keys_of_one_engine_only(tmp_path: Path) -> None:
+    path = config_of(tmp_path / "a.json", NVFP4, RTX, arch="sm120")
+    notes = [f for f in check(path) if f.code == "other-calls"]
+    assert len(notes) == 1 and notes[0].severity == "note"
+    assert "sglang asks with torch.bfloat16" in notes[0].message
+    path = config_of(tmp_path / "a.json", NVFP4, RTX, arch="sm120", engines=("vllm", "sglang"))
+    assert "other-calls" not in worst(check(path))
+
+
+def test_tactics_that_gave_wrong_numbers(write: Write) -> None:
+    table = load_table("sm90", "bf16")
+    path = write(set_entry(["MoERunner", 5]))
+    denial = Denial(1, table.tactic(5), OLMOE.shape, 8, 0.5)
+    asked = []
+
+    def denied(device: str, arch: str) -> dict[str, list[Denial]]:
+        asked.append((device, arch))
+        return {"bf16": [denial]}
+
+    found = [f for f in check(path, denied=denied) if f.code == "denied-tactic"]
+    assert asked == [(H200, "sm90")]
+    assert first_key(json.loads(path.read_text())) in {f.key for f in found}
+    assert all(f.severity == "error" and "off by 50.0%" in f.message for f in found)
+
+
+def with_times(time_ms: float, runner_up_ms: float) -> list[object]:
+    return ["MoERunner", 3, list(POLICY), {"time_ms": time_ms, "runner_up_ms": runner_up_ms}]
+
+
+def test_near_ties_are_counted(write: Write) -> None:
+    (finding,) = check(write(set_entry(with_times(0.1, 0.1005))))
+    assert (finding.code, finding.severity) == ("near-ties", "note")
+    assert "in 1 of 42 entries" in finding.message
+
+
+def test_a_choice_that_is_slower_than_its_runner_up(write: Write) -> None:
+    assert worst(check(write(set_entry(with_times(0.1, 0.09))))) == {"slower-than-runner-up": "warning"}
+
+
+def test_a_choice_that_is_slower_than_the_fallback_by_its_sidecar(write: Write) -> None:
+    path = write()
+    key = first_key(json.loads(path.read_text()))
+    record = Record(
+        "h2048-i1024-e64-k8", (), "bf16", 1, 1, True, "measured", True, "a", 0.2, "b", 0.3, 0.5, 0.1, 0.0, 1.0, 1.0, 45,
+        (key,),
+    )  # fmt: skip
+    sidecar_path(path).write_bytes(Sidecar({}, (record,)).dumps(path.read_bytes()))
+    (finding,) = check(path)
+    assert (finding.code, finding.severity, finding.key) == ("slower-than-fallback", "warning", key)
+    assert "2.00 times" in finding.message
+    path.write_text(path.read_text() + " ")
+    assert worst(check(path)) == {"sidecar": "warning"}
+
+
+# ---- managed stores ----------------------------------------------------------------------------------------
+
+
+def store_of(root: Path, manifest: dict[str, str], entries: dict[str, list[Any]]) -> Path:
+    folder = root / "v2" / environment_hash(manifest)
+    (folder / "entries").mkdir(parents=True)
+    (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    for key, value in entries.items():
+        entry = {"key": key, **dict(zip(("runner", "tactic", "profiling_policy"), value, strict=False))}
+        (folder / "entries" / entry_file(key)).write_text(json.dumps(entry), encoding="utf-8")
+    return folder
+
+
+STORE = {**MANIFEST, "cache_schema": "v2"}
+
+
+def test_stores_are_judged_like_files(tmp_path: Path, entries: list[ConfigEntry]) -> None:
+    values: dict[str, list[Any]] = {e.key: ["MoERunner", e.tactic_id, list(POLICY)] for e in entries}
+    assert check(store_of(tmp_path / "a", STORE, values)) == []
+    first, second, third, *_ = values
+    spoilt = {**values, first: ["MoERunner", 45, list(POLICY)], second: ["MoERunner", 3], third: ["Other", 3, None]}
+    root = tmp_path / "b"
+    store_of(root, STORE, spoilt)
+    assert worst(check(root)) == {"id-out-of-range": "error", "reprofiled": "warning", "entry-runner": "error"}
+
+
+def test_what_flashinfer_passes_over_in_a_store_is_named(tmp_path: Path, entries: list[ConfigEntry]) -> None:
+    folder = store_of(tmp_path, STORE, {e.key: ["MoERunner", e.tactic_id, list(POLICY)] for e in entries})
+    files = sorted((folder / "entries").iterdir())
+    files[0].write_text("{", encoding="utf-8")
+    files[1].rename(files[1].with_name("0" * 24 + ".json"))
+    found = check(tmp_path)
+    assert worst(found)["store-entry"] == "error"
+    assert sum(f.code == "store-entry" for f in found) == 2
+    assert "missing-buckets" in worst(found)
+
+
+def test_stores_of_other_environments_are_not_looked_into(tmp_path: Path, entries: list[ConfigEntry]) -> None:
+    values: dict[str, list[Any]] = {e.key: ["MoERunner", e.tactic_id, list(POLICY)] for e in entries}
+    folder = store_of(tmp_path / "a", STORE, values)
+    assert worst(check(folder, environment={"cuda_version": "13.0"})) == {"metadata-mismatch": "error"}
+    assert "no-store" in worst(check(folder, "0.6.17"))
+    wild = store_of(tmp_path / "b", {**STORE, "flashinfer_version": "*"}, values)
+    assert worst(check(wild)) == {"metadata-mismatch": "error"}
+    lacking = store_of(tmp_path / "c", {k: v for k, v in STORE.items() if k != "cudnn_version"}, values)
+    assert worst(check(lacking)) == {"metadata-mismatch": "error"}
+    folder.rename(folder.with_name("0" * 16))
+    assert worst(check(tmp_path / "a")) == {"store-folder": "error"}
+
+
+# ---- what a stranger's file may not do to a terminal --------------------------------------------------------
+
+
+def test_nothing_from_a_file_reaches_a_terminal_unescaped(write: Write) -> None:
+    evil = "\x1b]0;owned\x07\u202e\ud800"
+
+    def spoil(content: dict[str, Any]) -> None:
+        keys = [k for k in content if not k.startswith("_")]
+        content[evil] = ["MoERunner", 1]
+        content[keys[0]] = [evil, 3]
+        content[keys[1]] = ["MoERunner", evil]
+        content[keys[2]] = ["MoERunner", 3, evil]
+        content[f"('{evil}', 'MoERunner', ((1, 2),))"] = ["MoERunner", 3]
+        content[keys[3].replace("MoERunner", evil)] = ["MoERunner", 3]
+
+    metadata = {**build_metadata(H200), "cuda_version": evil, "gpu": evil, "flashinfer_version": evil}
+    path = write(spoil, metadata=metadata)
+    assert len(check(path)) >= 8
+    assert all((f.message + f.way_out).isprintable() for f in check(path))
+    result = CliRunner().invoke(check_command, [str(path)], catch_exceptions=False)
+    assert result.exit_code == 1 and result.output.count("error:") > 3
+    assert all(line.isprintable() for line in result.output.splitlines())
+    shown = CliRunner().invoke(check_command, [str(path), "--json"], catch_exceptions=False)
+    assert shown.output.isascii() and evil in {row["key"] for row in json.loads(shown.output)}
+
+
+def test_the_command_names_each_of_several_files(write: Write) -> None:
+    good, bad = write(), write(set_entry({}), name="b.json")
+    result = CliRunner().invoke(check_command, [str(good), str(bad)], catch_exceptions=False)
+    assert result.exit_code == 1
+    assert result.output.splitlines()[0] == f"{good}: nothing found; FlashInfer 0.7.4 can use every entry"
+    assert result.output.splitlines()[1] == f"{bad}:"
+    shown = CliRunner().invoke(check_command, [str(good), str(bad), "--json"], catch_exceptions=False)
+    assert {row["file"] for row in json.loads(shown.output)} == {str(bad)}
+    assert CliRunner().invoke(check_command, [str(good)], catch_exceptions=False).exit_code == 0
+
+
+def test_the_command_takes_maximum_token_counts(write: Write) -> None:
+    arguments = [str(write()), "--max-tokens", "512", "--max-tokens", "16384", "--json"]
+    result = CliRunner().invoke(check_command, arguments, catch_exceptions=False)
+    assert {row["code"] for row in json.loads(result.output)} == {"uncovered-tokens", "clamped-tokens"}
+    assert result.exit_code == 1

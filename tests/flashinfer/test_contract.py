@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from synth.catalog import shapes as catalogue
 from synth.catalog.shapes import Deployment, MoEShape
-from synth.catalog.tactics import QUANTS
+from synth.catalog.tactics import QUANTS, STAGES, known_versions, load_table, load_tables
 from synth.errors import SynthError
 from synth.flashinfer import contract
 from synth.flashinfer.contract import (
@@ -25,11 +25,13 @@ from synth.flashinfer.contract import (
     SIGNATURES,
     build_metadata,
     contract_for,
+    entry_id,
     file_keys,
     is_grid_bucket,
     map_to_bucket,
     next_power_of_2,
     parse_file_key,
+    served_id,
     signatures,
     token_buckets,
     unreachable,
@@ -235,7 +237,7 @@ def test_old_keys_have_the_forms_of_their_versions() -> None:
 
 def test_old_versions_round_down_to_powers_of_two() -> None:
     assert token_buckets(600, "0.6.9") == (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-    assert [map_to_bucket(t, 600, "0.6.9") for t in (0, 1, 3, 65, 9000)] == [1, 1, 2, 64, 512]
+    assert [map_to_bucket(t, 600, "0.6.9") for t in (0, 1, 3, 65, 1023, 1024, 9000)] == [1, 1, 2, 64, 512, 600, 600]
     assert is_grid_bucket(4096, "0.6.9") and not is_grid_bucket(768, "0.6.9")
 
 
@@ -252,7 +254,38 @@ def test_versions_are_in_order_without_overlap() -> None:
     assert contract_for("0.6.7.post3") is CONTRACTS[1]
 
 
-@pytest.mark.parametrize("version", ["0.7.5", "1.0.0", "0.5.0", "main", ""])
+def test_every_release_with_tactics_has_a_contract_and_every_contract_a_release() -> None:
+    assert {contract_for(v) for v in known_versions()} == set(CONTRACTS)
+    for c in CONTRACTS:
+        assert {c.first, c.last} <= set(known_versions())
+        assert (c.entry_elements == 0) == (not c.metadata_keys)
+    assert {v for v in known_versions() if contract_for(v).misreads_gemm2_ids} == set(
+        known_versions()[: known_versions().index("0.6.15")]
+    )
+
+
+def test_up_to_0_6_14_unswapped_gemm2_tactics_of_sm120_nvfp4_are_tuned_and_the_swapped_ones_served() -> None:
+    table = load_table("sm120", "nvfp4", "0.6.14")
+    assert (len(table.gemm1), len(table.gemm2)) == (20, 40)
+    for tactic_id, tactic in table.items(2):
+        ran = table.tactic(served_id(table, 2, tactic_id))
+        assert (ran.tile, ran.finalize, ran.swap_ab) == (tactic.tile, tactic.finalize, True)
+    assert [served_id(table, 2, i) for i in (20, 39, 40, 59)] == [40, 59, 40, 59]
+    assert entry_id(table, 2, table.tactic(20)) == 0
+    assert entry_id(table, 2, table.tactic(40)) == 40
+
+
+@pytest.mark.parametrize("version", ["0.6.4", "0.6.9", "0.6.14", "0.6.15", "0.7.4"])
+def test_the_id_to_write_is_the_one_whose_tactic_runs(version: str) -> None:
+    for table in load_tables(version):
+        for stage in STAGES:
+            written = [entry_id(table, stage, tactic) for _, tactic in table.items(stage)]
+            assert [served_id(table, stage, i) for i in written] == list(table.ids(stage))
+            if stage == 1 or not contract_for(version).misreads_gemm2_ids:
+                assert written == list(table.ids(stage))
+
+
+@pytest.mark.parametrize("version", ["0.7.5", "0.7.3", "1.0.0", "0.5.0", "main", ""])
 def test_unknown_versions_are_refused(version: str) -> None:
     with pytest.raises(SynthError, match="FlashInfer"):
         contract_for(version)
