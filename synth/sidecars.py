@@ -5,17 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from synth import untrusted
 from synth.errors import SynthError
 
 #: Where an entry comes from, the surest first.
 SOURCES = ("measured", "verified", "predicted", "analytical")
-#: A whole catalogue's sidecar has about 50 MiB.
-_MAX_BYTES = 1 << 28
+#: The H200's sidecar for the whole catalogue has 19 MiB.
+_MAX_BYTES = 128 << 20
 _SUFFIX = ".provenance.json"
 
 
@@ -156,19 +158,14 @@ def read(config: Path) -> Sidecar | None:
         When it can't be read, or is another config's: one of them was changed or moved alone.
     """
     path = sidecar_path(config)
-    try:
-        if path.stat().st_size > _MAX_BYTES:
-            raise SynthError(f"{path} is larger than {_MAX_BYTES >> 20} MiB; that is no sidecar")
-        data = path.read_bytes()
-        digest = hashlib.sha256(config.read_bytes()).hexdigest()
-    except FileNotFoundError:
+    if not os.path.lexists(path):
         return None
-    except OSError as e:
-        raise SynthError(f"can't read {path}: {e.strerror or e}; move it away to go on without") from e
+    data = untrusted.read_bytes(path, _MAX_BYTES, "sidecar; move it away to go on without")
+    digest = hashlib.sha256(untrusted.read_bytes(config, _MAX_BYTES, "config")).hexdigest()
     try:
-        value = json.loads(data)
-    except (ValueError, RecursionError) as e:
-        raise SynthError(f"{path} is not JSON ({str(e).splitlines()[0]}); move it away to go on without") from e
+        value = untrusted.loads(data, constants=False)
+    except ValueError as e:
+        raise SynthError(f"{path} is not JSON ({untrusted.first_line(e)}); move it away to go on without") from e
     if not isinstance(value, dict) or not isinstance(value.get("choices"), list):
         raise SynthError(f"{path} has no list of choices; move it away to go on without")
     if value.pop("config_sha256", None) != digest:
@@ -180,7 +177,7 @@ def read(config: Path) -> Sidecar | None:
     for i, choice in enumerate(choices, 1):
         try:
             records.append(_record(choice))
-        except (KeyError, TypeError, ValueError) as e:
+        except (KeyError, TypeError, ValueError, OverflowError) as e:
             raise SynthError(
                 f"{path}, choice {i}: {e.args[0] if e.args else e} is missing or wrong; emit it anew"
             ) from e

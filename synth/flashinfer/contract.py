@@ -203,7 +203,8 @@ def served_id(table: TacticTable, stage: int, tactic_id: int) -> int:
 
     Up to 0.6.14 the tuner times gemm2's tactics under their ids, but the operation adds gemm1's number of tactics to an
     id that is less than gemm2's. On SM120 with NVFP4, whose gemm2 has twice gemm1's tactics, every tactic without
-    swapped operands is thus tuned and the one with them served. Later versions serve what was tuned.
+    swapped operands is thus tuned and the one with them served. Later versions serve what was tuned (FlashInfer pull
+    request 3661).
     """
     shifted = contract_for(table.flashinfer).misreads_gemm2_ids and stage == 2 and 0 <= tactic_id < len(table.gemm2)
     return tactic_id + len(table.gemm1) if shifted else tactic_id

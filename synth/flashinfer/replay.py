@@ -111,6 +111,19 @@ class ReplayReport:
         return self.keys > 0 and self.keys_hit == self.keys
 
 
+def cache_module() -> Any:
+    installed_flashinfer()
+    try:
+        module = importlib.import_module("flashinfer.autotune_cache")
+        _ = (module.ManagedAutotuneCache, module.ReplayCoverage, module.autotune_v2, module.get_default_cache_root)
+    except (ImportError, AttributeError) as e:
+        raise SynthError(
+            f"FlashInfer {installed_flashinfer()} has no managed store (it has one since 0.7.0); "
+            "load the JSON file with AutoTuner.get().load_configs"
+        ) from e
+    return module
+
+
 def installed_flashinfer() -> str:
     """Return the version of the installed FlashInfer.
 
@@ -343,7 +356,7 @@ def replay(path: Path, *, device: str | None = None, arch: str | None = None) ->
     Parameters
     ----------
     path : Path
-        A v1 JSON file, or a bundled ``.py``, which is parsed, never executed.
+        A v1 JSON file, a bundled ``.py``, which is parsed, never executed, or the folder of a managed store.
     device : str, optional
         The GPU's name; by default the one in the metadata or in the ``.py``'s file name.
     arch : str, optional
@@ -357,6 +370,9 @@ def replay(path: Path, *, device: str | None = None, arch: str | None = None) ->
         When the file can't be read, or the installed FlashInfer is not known.
     """
     config = read(path)
+    if config.kind == "store":
+        # The root, or one environment's folder in it: <root>/v2/<hash>.
+        return replay_store(config, path if (path / "v2").is_dir() else path.resolve().parents[1])
     notes: list[str] = []
     name = device or config.gpu or _gpu_of_stem(config, path.stem)
     if name is None:
@@ -427,6 +443,61 @@ def ask(
         misses=tuple(sorted(tally.misses.values(), key=lambda m: (order[m.key], m.code))),
         notes=tuple(notes),
     )
+
+
+def replay_file(config: ConfigFile, path: Path) -> ReplayReport:
+    """Load a server's file into the installed FlashInfer and ask for every key of `config`.
+
+    Parameters
+    ----------
+    config : ConfigFile
+        What was installed; other entries of the file are not asked for.
+    path : Path
+        The server's file.
+
+    Returns
+    -------
+    ReplayReport
+        As :func:`synth.flashinfer.replay.replay` gives it.
+
+    Raises
+    ------
+    SynthError
+        As :func:`synth.flashinfer.replay.replay`.
+    """
+    theirs = read(path)
+    return ask(config, str(path), lambda stub: loaded(theirs, path, stub), config.gpu or "any GPU")
+
+
+def replay_store(config: ConfigFile, root: Path) -> ReplayReport:
+    """Attach the store at `root` as ``autotune_v2(mode="replay")`` does, and ask for every key of `config`.
+
+    FlashInfer's own ``ReplayCoverage`` has to agree: it must have seen at least as many hits of the store.
+
+    Raises
+    ------
+    SynthError
+        As :func:`synth.flashinfer.replay.replay`, or when FlashInfer's count is another.
+    """
+    module = cache_module()
+    coverage = module.ReplayCoverage(max_records=0)
+
+    @contextlib.contextmanager
+    def attach(_stub: StubbedFlashInfer) -> Iterator[tuple[str, str] | None]:
+        # A scoped store is preceded by nothing, and followed by bundled configs only, which are not read.
+        with (
+            without_bundled_configs(),
+            module.autotune_v2(mode="replay", cache_root=root, cache_scope="context", replay_report=coverage),
+        ):
+            yield None
+
+    report = ask(config, str(root), attach, config.gpu or "any GPU")
+    if coverage.hits < report.hits:
+        raise SynthError(
+            f"FlashInfer counts {coverage.hits} hits of the store at {root}, but {report.hits} tactics came from it; "
+            "update synth"
+        )
+    return report
 
 
 @contextlib.contextmanager

@@ -7,27 +7,17 @@ of exactly the environment in which it was written.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from synth.errors import SynthError
 from synth.flashinfer.contract import POLICY, RUNNER, Dtype, ParsedKey, parse_file_key
-from synth.flashinfer.formats import ConfigFile, read
-from synth.flashinfer.replay import (
-    ReplayReport,
-    StubbedFlashInfer,
-    arch_for,
-    ask,
-    installed_flashinfer,
-    loaded,
-    stubbed_gpu,
-    without_bundled_configs,
-)
+from synth.flashinfer.formats import ConfigFile
+from synth.flashinfer.replay import arch_for, cache_module, installed_flashinfer, stubbed_gpu
 
 #: What FlashInfer writes where it can't tell.
 _UNKNOWN = ("unknown", "None", None)
@@ -54,7 +44,7 @@ class StoreFiles:
 
 def default_root() -> Path:
     """Return where the installed FlashInfer keeps its store: by its own variable, or in its cache."""
-    return Path(_cache_module().get_default_cache_root())
+    return Path(cache_module().get_default_cache_root())
 
 
 def gpu_here() -> str | None:
@@ -113,7 +103,7 @@ def store_files(config: ConfigFile, root: Path, metadata: Mapping[str, str]) -> 
     SynthError
         When FlashInfer writes an entry that it doesn't find again, or a key isn't one that it could write.
     """
-    module = _cache_module()
+    module = cache_module()
     with tempfile.TemporaryDirectory(prefix="synth-store-") as temporary:
         written = module.ManagedAutotuneCache(dict(metadata), temporary)
         for entry in config.entries:
@@ -140,19 +130,6 @@ def store_files(config: ConfigFile, root: Path, metadata: Mapping[str, str]) -> 
         return StoreFiles(root, Path(place.env_dir), files)
 
 
-def _cache_module() -> Any:
-    installed_flashinfer()
-    try:
-        module = importlib.import_module("flashinfer.autotune_cache")
-        _ = (module.ManagedAutotuneCache, module.ReplayCoverage, module.autotune_v2, module.get_default_cache_root)
-    except (ImportError, AttributeError) as e:
-        raise SynthError(
-            f"FlashInfer {installed_flashinfer()} has no managed store (it has one since 0.7.0); "
-            "load the JSON file with AutoTuner.get().load_configs"
-        ) from e
-    return module
-
-
 def _policy(value: object) -> tuple[object, ...]:
     """Return how an entry was timed; one that doesn't say counts as timed by the operation's own policy."""
     return tuple(value[2]) if isinstance(value, list) and len(value) > 2 else POLICY
@@ -169,65 +146,3 @@ def _key_fields(key: ParsedKey) -> tuple[Any, ...]:
         extras.append(dtype)
     head = (key.op, key.runner, key.shapes)
     return head if key.extras is None else (*head, tuple(extras))
-
-
-# ---- asking from there -------------------------------------------------------------------------------------
-
-
-def replay_file(config: ConfigFile, path: Path) -> ReplayReport:
-    """Load a server's file into the installed FlashInfer and ask for every key of `config`.
-
-    Parameters
-    ----------
-    config : ConfigFile
-        What was installed; other entries of the file are not asked for.
-    path : Path
-        The server's file.
-
-    Returns
-    -------
-    ReplayReport
-        As :func:`synth.flashinfer.replay.replay` gives it.
-
-    Raises
-    ------
-    SynthError
-        As :func:`synth.flashinfer.replay.replay`.
-    """
-    theirs = read(path)
-    return ask(config, str(path), lambda stub: loaded(theirs, path, stub), _gpu(config))
-
-
-def replay_store(config: ConfigFile, root: Path) -> ReplayReport:
-    """Attach the store at `root` as ``autotune_v2(mode="replay")`` does, and ask for every key of `config`.
-
-    FlashInfer's own ``ReplayCoverage`` has to agree: it must have seen at least as many hits of the store.
-
-    Raises
-    ------
-    SynthError
-        As :func:`synth.flashinfer.replay.replay`, or when FlashInfer's count is another.
-    """
-    module = _cache_module()
-    coverage = module.ReplayCoverage(max_records=0)
-
-    @contextlib.contextmanager
-    def attach(_stub: StubbedFlashInfer) -> Iterator[tuple[str, str] | None]:
-        # A scoped store is preceded by nothing, and followed by bundled configs only, which are not read.
-        with (
-            without_bundled_configs(),
-            module.autotune_v2(mode="replay", cache_root=root, cache_scope="context", replay_report=coverage),
-        ):
-            yield None
-
-    report = ask(config, str(root), attach, _gpu(config))
-    if coverage.hits < report.hits:
-        raise SynthError(
-            f"FlashInfer counts {coverage.hits} hits of the store at {root}, but {report.hits} tactics came from it; "
-            "update synth"
-        )
-    return report
-
-
-def _gpu(config: ConfigFile) -> str:
-    return config.gpu or "any GPU"

@@ -17,7 +17,7 @@ from synth.files import locked
 from synth.flashinfer.checking import check
 from synth.flashinfer.contract import contract_for
 from synth.flashinfer.formats import METADATA, ConfigFile, read
-from synth.flashinfer.replay import ReplayReport, installed_flashinfer
+from synth.flashinfer.replay import ReplayReport, installed_flashinfer, replay_store
 from synth.installing import merging, placing
 from synth.installing.places import LAYOUTS, candidates, rank_files, search_root, variables
 from synth.installing.placing import KEPT, Change
@@ -372,7 +372,7 @@ def _start_once(config: _Config, engine: str, environment: Mapping[str, str]) ->
 
 def _replayed_files(config: _Config, done: Installation, files: list[Path]) -> Installation:
     """Read the files back, and ask FlashInfer for every key from the first one."""
-    from synth.flashinfer.store import replay_file
+    from synth.flashinfer.replay import replay_file
 
     for file in files:
         there = read(file).raw
@@ -468,7 +468,7 @@ def _install_store(
         return done
     if not _can_replay(installed_flashinfer()):
         return replace(done, not_replayed=f"synth replays FlashInfer {DEFAULT_FLASHINFER} only")
-    return replace(done, report=store.replay_store(config.file, where.resolve()))
+    return replace(done, report=replay_store(config.file, where.resolve()))
 
 
 def _own_default(default: Path, environment: Mapping[str, str]) -> Path:

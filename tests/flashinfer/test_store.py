@@ -16,8 +16,8 @@ from synth.errors import SynthError
 from synth.flashinfer import replay as replaying
 from synth.flashinfer.contract import build_metadata
 from synth.flashinfer.formats import read
-from synth.flashinfer.replay import StubbedFlashInfer, stubbed_gpu
-from synth.flashinfer.store import environment, gpu_here, replay_file, replay_store, store_files
+from synth.flashinfer.replay import StubbedFlashInfer, replay_file, replay_store, stubbed_gpu
+from synth.flashinfer.store import environment, gpu_here, store_files
 from synth.installing import install, uninstall
 from synth.installing.placing import KEPT
 
@@ -149,6 +149,15 @@ def test_undo_leaves_no_trace_of_a_store_that_was_not_there_and_keeps_one_that_h
     assert sorted(p.name for p in everything(root)) == sorted(
         ["manifest.json", cache(root)._entry_path("a server's key").name]
     )
+
+
+@pytest.mark.parametrize("environments_folder", [False, True])
+def test_a_store_is_replayed_by_its_folder(
+    write: Write, tmp_path: Path, h200: StubbedFlashInfer, environments_folder: bool
+) -> None:
+    done = install(write(), "flashinfer", folder=tmp_path / "store")
+    report = replaying.replay(done.folder if environments_folder else tmp_path / "store")
+    assert report.ok and (report.keys, report.hits) == (done.entries, report.lookups)
 
 
 def test_a_smaller_config_takes_the_place_of_a_larger_one(

@@ -1,0 +1,212 @@
+"""How good the choices are held to be: what a model's file says of shapes held out, or the same computed anew.
+
+"Held out" means that each model family is predicted by a model that has seen none of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import numpy as np
+
+from synth.catalog.shapes import family_of
+from synth.measurements import Timings, digest
+from synth.performance.calibration import Reliability, corrected, correction, cross_fitted
+from synth.performance.evaluation import Calibration, Evaluation, baselines, calibrate, held_out_model
+from synth.performance.geometry import Floats
+from synth.performance.model import PerformanceModel
+from synth.performance.posterior import NEAR
+from synth.reporting.facts import Facts
+from synth.reporting.markup import foreign
+
+#: Choices held out that are listed as the worst.
+_WORST = 10
+
+
+@dataclass(frozen=True)
+class Model:
+    """What the file of a quantization's model says.
+
+    Attributes
+    ----------
+    quant : str
+    named : bool
+        Its fingerprint is the one that the sidecar names.
+    simulated : bool
+    shapes : int
+        Shapes that it was fitted on.
+    policy : str
+        The timing policy of those.
+    digest : str
+        Of the timings.
+    regret : dict of str to float
+        ``geomean``, ``p95``, ``p99``, ``max`` and ``count`` on shapes held out; empty if not measured.
+    coverage : float or None
+        Share of errors inside 90 % intervals on shapes held out.
+    """
+
+    quant: str
+    named: bool
+    simulated: bool
+    shapes: int
+    policy: str
+    digest: str
+    regret: Mapping[str, float]
+    coverage: float | None
+
+
+@dataclass(frozen=True)
+class WorstChoice:
+    """A choice held out that costs much.
+
+    Attributes
+    ----------
+    label : str
+    stage, bucket : int
+    regret : float
+    chosen, best : str
+        Tactics.
+    """
+
+    label: str
+    stage: int
+    bucket: int
+    regret: float
+    chosen: str
+    best: str
+
+
+@dataclass(frozen=True)
+class Computed:
+    """Held-out figures computed from the timings.
+
+    Attributes
+    ----------
+    evaluations : tuple of Evaluation
+        The model's first, then those of simple ways to choose.
+    calibration : Calibration
+    reliability : dict of float to (Reliability, Reliability)
+        By margin: as stated, and corrected by the other families. Empty where no shape was swept.
+    worst : tuple of WorstChoice
+    fitted_on : bool
+        The timings are those that the model of the sidecar was fitted on.
+    """
+
+    evaluations: tuple[Evaluation, ...]
+    calibration: Calibration
+    reliability: Mapping[float, tuple[Reliability, Reliability]]
+    worst: tuple[WorstChoice, ...]
+    fitted_on: bool
+
+
+def models(facts: Facts, folders: Sequence[Path]) -> dict[str, Model]:
+    """Return what the models of the config's quantizations say, by quantization, as far as there are any.
+
+    The one whose fingerprint the sidecar names is taken from whichever folder has it, else the first.
+
+    Raises
+    ------
+    SynthError
+        When a model is damaged.
+    """
+    from synth.paths import find_model
+
+    found: dict[str, Model] = {}
+    if facts.device is None or not facts.flashinfer:
+        return found
+    for quant in facts.quants:
+        origin = facts.origins.get(quant)
+        for folder in folders:
+            path = find_model([folder], facts.device.name, quant, facts.flashinfer)
+            if path is None:
+                continue
+            model = PerformanceModel.load(path, device=facts.device.name, quant=quant, flashinfer=facts.flashinfer)
+            named = origin is not None and origin.fingerprint == model.fingerprint()
+            if named or quant not in found:
+                found[quant] = _model(quant, model, named)
+            if named:
+                break
+    return found
+
+
+def _model(quant: str, model: PerformanceModel, named: bool) -> Model:
+    said = model.held_out_.get("regret")
+    values = {k: float(v) for k, v in said.items() if _is_number(v)} if isinstance(said, dict) else {}
+    coverage = model.held_out_.get("coverage_90")
+    return Model(
+        quant=quant,
+        named=named,
+        simulated=model.origin_.simulated,
+        shapes=len(model.shapes_),
+        policy=model.origin_.policy,
+        digest=model.digest_,
+        regret=values if {"geomean", "p95", "p99", "max", "count"} <= values.keys() else {},
+        coverage=float(coverage) if _is_number(coverage) else None,
+    )
+
+
+def compute(
+    timings: Timings,
+    model: Model | None,
+    progress: Callable[[int, int], None] | None = None,
+    pool: Executor | None = None,
+) -> Computed:
+    """Hold each family out of the timings, as `synth fit` does; about half a minute on two cores.
+
+    Raises
+    ------
+    SynthError
+        When only one family was timed.
+    """
+    from synth.analytical import start_of
+    from synth.learning import hold_out_and_replay
+
+    start = start_of(timings.origin)
+    found = hold_out_and_replay(
+        timings,
+        "family",
+        make=partial(held_out_model, start),
+        ways=("active",),
+        shares=(0.0,),
+        progress=progress,
+        pool=pool,
+    )
+    judge = found.judge
+    own = judge.evaluate("model", found.ms)
+    reliability = {}
+    if found.points:
+        point = found.at(0.0)
+        family = np.array([family_of(point.evaluation.labels[i]) for i in point.evaluation.keys[:, 0].tolist()])
+        for i, margin in enumerate(NEAR):
+            stated, hit = point.within[:, i], point.evaluation.regrets <= 1.0 + margin
+            others = cross_fitted(partial(_by_others, stated, hit), family)
+            reliability[margin] = Reliability.of(stated, hit), Reliability.of(others, hit)
+    chosen = judge.rows(found.ms)
+    best = judge.rows(judge.timings.ms)
+    table = judge.timings.table
+    worst = []
+    for i in np.argsort(-own.regrets, kind="stable")[:_WORST].tolist():
+        shape, stage, bucket = own.keys[i].tolist()
+        tactics = (str(table.tactic(int(judge.timings.tactic[rows[i]]))) for rows in (chosen, best))
+        worst.append(WorstChoice(foreign(own.labels[shape], 60), stage, bucket, float(own.regrets[i]), *tactics))
+    return Computed(
+        (own, *baselines(judge)),
+        calibrate(judge, found.ms, found.log_sd),
+        reliability,
+        tuple(worst),
+        model is not None and model.named and model.digest == digest(timings),
+    )
+
+
+def _by_others(stated: Floats, hit: Any, rows: Any) -> Callable[[Any], Floats]:
+    learnt = correction(stated[rows], hit[rows])
+    return lambda mine: corrected(stated[mine], learnt)
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e15
