@@ -36,18 +36,24 @@ HOSTILE = (
 )
 
 
-def h200(path: Path, quants: Sequence[str] = ("bf16",), file_format: str = "json", routing: Routing = UNIFORM) -> Path:
+def h200(
+    path: Path,
+    quants: Sequence[str] = ("bf16",),
+    file_format: str = "json",
+    routing: Routing = UNIFORM,
+    layers: Sequence[str] = LAYERS,
+) -> Path:
     """Write a config of the H200 by the shipped models and timings."""
     models = {q: PerformanceModel.load(MODELS / f"nvidia-h200/flashinfer-0.7.4/{q}.zip") for q in quants}
     timings = {t.origin.quant: t for t in load(MEASUREMENTS, problems=[])}
     sources = {q: Source(m, timings[q], f"model fitted on {len(m.shapes_)} shapes") for q, m in models.items()}
-    layers = [
+    wanted = [
         d
-        for name in LAYERS
+        for name in layers
         for q in quants
         for d in select([find_layer(name)], [q], quant=q, tp=None, ep=None, named=True)
     ]
-    made = emit(H200, layers, sources, max_tokens=(8192,), file_format=file_format, routing=routing)
+    made = emit(H200, wanted, sources, max_tokens=(8192,), file_format=file_format, routing=routing)
     write([made], [path])
     return path
 

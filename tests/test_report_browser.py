@@ -18,7 +18,7 @@ PROGRAM = find()
 pytestmark = pytest.mark.skipif(
     PROGRAM is None, reason="no Chromium here, so the report isn't opened in a browser: apt-get install chromium"
 )
-NAMES = ("h200", "analytical", "hostile", "without-sidecar")
+NAMES = ("h200", "swept", "analytical", "hostile", "without-sidecar")
 WIDTHS = (400, 1400)
 
 #: Every text of every plot: where it is, and how large its letters are on the screen.
@@ -55,6 +55,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     config = pages.h200(folder / "h200.json", quants=("bf16", "fp8"))
     configs = {
         "h200": config,
+        # Regrets of hundredths of a percent.
+        "swept": pages.h200(folder / "swept.json", layers=pages.LAYERS[:2]),
         "analytical": pages.pro_6000(folder / "pro.json"),
         "hostile": pages.hostile(config, folder / "hostile"),
         "without-sidecar": pages.copied(config, folder / "bare", sidecar=False),

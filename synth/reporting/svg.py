@@ -14,7 +14,7 @@ from synth.reporting.markup import Markup, el
 
 #: Size of a plot in CSS pixels: it fits a window of 400.
 WIDTH, HEIGHT = 352, 232
-_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 18, 26, 40
+_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 18, 26, 40
 _PLOT_W, _PLOT_H = WIDTH - _LEFT - _RIGHT, HEIGHT - _TOP - _BOTTOM
 #: Width of a character of a tick's label, and the least gap between two labels, in pixels.
 _CHARACTER, _GAP = 6.6, 7.0
