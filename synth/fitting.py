@@ -36,6 +36,27 @@ class Fitted:
     calibration: Calibration | None
 
 
+def hold_out(
+    timings: Timings, progress: Callable[[int, int], None] | None = None, pool: Executor | None = None
+) -> HeldOut:
+    """Predict each model family by a model that has seen none of it; parameters are those of :func:`fit`.
+
+    Raises
+    ------
+    SynthError
+        When only one family was timed.
+    """
+    return hold_out_and_replay(
+        timings,
+        "family",
+        make=partial(held_out_model, start_of(timings.origin)),
+        ways=("active",),
+        shares=(0.0,),
+        progress=progress,
+        pool=pool,
+    )
+
+
 def fit(timings: Timings, progress: Callable[[int, int], None] | None = None, pool: Executor | None = None) -> Fitted:
     """Fit one table, measure the regret with each model family held out, and calibrate the uncertainty.
 
@@ -49,18 +70,9 @@ def fit(timings: Timings, progress: Callable[[int, int], None] | None = None, po
     pool : Executor, optional
         Where families are held out, see :func:`synth.learning.workers`; two threads if not given.
     """
-    start = start_of(timings.origin)
-    model = PerformanceModel(time_trees=TIME_TREES, start=start).fit(timings)
+    model = PerformanceModel(time_trees=TIME_TREES, start=start_of(timings.origin)).fit(timings)
     try:
-        held_out = hold_out_and_replay(
-            timings,
-            "family",
-            make=partial(held_out_model, start),
-            ways=("active",),
-            shares=(0.0,),
-            progress=progress,
-            pool=pool,
-        )
+        held_out = hold_out(timings, progress, pool)
     except SynthError:
         return Fitted(model, (), None)  # a single family: there is nothing to hold out
     calibration = calibrate(held_out.judge, held_out.ms, held_out.log_sd)

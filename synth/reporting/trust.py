@@ -17,7 +17,7 @@ import numpy as np
 from synth.catalog.shapes import family_of
 from synth.measurements import Timings, digest
 from synth.performance.calibration import Reliability, corrected, correction, cross_fitted
-from synth.performance.evaluation import Calibration, Evaluation, baselines, calibrate, held_out_model
+from synth.performance.evaluation import Calibration, Evaluation, baselines, calibrate
 from synth.performance.geometry import Floats
 from synth.performance.model import PerformanceModel
 from synth.performance.posterior import NEAR
@@ -163,19 +163,9 @@ def compute(
     SynthError
         When only one family was timed.
     """
-    from synth.analytical import start_of
-    from synth.learning import hold_out_and_replay
+    from synth.fitting import hold_out
 
-    start = start_of(timings.origin)
-    found = hold_out_and_replay(
-        timings,
-        "family",
-        make=partial(held_out_model, start),
-        ways=("active",),
-        shares=(0.0,),
-        progress=progress,
-        pool=pool,
-    )
+    found = hold_out(timings, progress, pool)
     judge = found.judge
     own = judge.evaluate("model", found.ms)
     reliability = {}
