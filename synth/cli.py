@@ -21,6 +21,7 @@ from synth.commands import (
     reporting,
 )
 from synth.errors import SynthError
+from synth.untrusted import printable
 
 #: Every command, in the order in which people use them.
 SECTIONS: dict[str, tuple[click.Command, ...]] = {
@@ -78,7 +79,7 @@ class _Group(click.Group):
 
 
 def _fail(message: str) -> NoReturn:
-    click.echo(f"error: {' '.join(message.split())}", err=True)
+    click.echo(f"error: {printable(' '.join(message.split()))}", err=True)
     sys.exit(2)
 
 

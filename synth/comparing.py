@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -276,13 +277,11 @@ def compare(a: Path, b: Path, *, flashinfer: str = DEFAULT_FLASHINFER, device: s
 def _load(path: Path, flashinfer: str, device: str | None) -> _File:
     config = read(path)
     keys: dict[str, ParsedKey | None] = {}
-    for entry in config.entries:
-        keys[entry.key] = None
-        with contextlib.suppress(SynthError):
-            key = parse_file_key(entry.key)
-            # Meanings are those of MoE layers; what has other shapes is compared by its text.
-            if key.stage is not None and [len(s) for s in key.shapes[:2]] == [2, 3] and len(key.shapes) == 5:
-                keys[entry.key] = key if len(key.shapes[3]) == 3 else None
+    with warnings.catch_warnings():
+        # A key is Python to nobody but its parser, which warns of odd escapes.
+        warnings.simplefilter("ignore")
+        for entry in config.entries:
+            keys[entry.key] = _moe_key(entry.key)
     version, guessed = _version(config, keys.values(), flashinfer)
     contract = None
     with contextlib.suppress(SynthError):
@@ -291,6 +290,16 @@ def _load(path: Path, flashinfer: str, device: str | None) -> _File:
     side = Side(path, version, guessed, device, len(config.entries), len(config.raw) - len(config.entries))
     sidecar = sidecars.read(path) if config.kind != "store" else None
     return _File(side, config, contract, arch_of(device), keys, sidecar.written() if sidecar else {})
+
+
+def _moe_key(text: str) -> ParsedKey | None:
+    """Return a key whose meaning can be told: of an MoE layer, with its five shapes. Others are compared as text."""
+    try:
+        key = parse_file_key(text)
+    except SynthError:
+        return None
+    fits = key.stage is not None and len(key.shapes) == 5 and [len(key.shapes[i]) for i in (0, 1, 3)] == [2, 3, 3]
+    return key if fits else None
 
 
 def _version(config: ConfigFile, keys: Iterable[ParsedKey | None], flashinfer: str) -> tuple[str, bool]:

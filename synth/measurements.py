@@ -494,8 +494,10 @@ def read(path: Path | str, problems: list[Problem] | None = None) -> ShapeTiming
     origin, shape, label, passes, tactics = _read_head(path, head)
     try:
         known = _KnownTactics.of(origin, tactics)
-    except SynthError as e:
-        raise SynthError(f"{path}: {e}; correct the head's tactics or its flashinfer version") from None
+    except (SynthError, ValueError) as e:
+        # A ValueError is a size in a tactic's text with more digits than Python takes.
+        why = untrusted.first_line(e)
+        raise SynthError(f"{path}: {why}; correct the head's tactics or its flashinfer version") from None
     body, torn = _whole_lines(body)
     columns = _plain_columns(body, passes, known)
     if columns is not None:
@@ -1083,10 +1085,17 @@ def _read_head(path: Path, head: bytes) -> tuple[Origin, MoEShape, str, dict[int
         origin = Origin.make(
             data["device"], data["arch"], data["quant"], data["flashinfer"], data["policy"], data["simulated"]
         )
-        shape = MoEShape.parse(data["shape"])
-    except SynthError as e:
-        raise SynthError(f"{path}: its head's {e}; {way_out}") from None
+        shape = _of_real_size(MoEShape.parse(data["shape"]))
+    except (SynthError, ValueError) as e:
+        raise SynthError(f"{path}: its head's {untrusted.first_line(e)}; {way_out}") from None
     return origin, shape, data["label"], passes, tactics
+
+
+def _of_real_size(shape: MoEShape) -> MoEShape:
+    """Return a shape whose sizes fit a tensor's: products of larger ones overflow."""
+    if max(shape.hidden, shape.inter, shape.experts, shape.top_k, shape.ep_size) > _LARGEST:
+        raise SynthError(f"shape has a size of more than {_LARGEST}")
+    return shape
 
 
 def _numbered(path: Path, key: str, values: dict[str, Any], low: int, kind: type, way_out: str) -> dict[int, Any]:
@@ -1170,7 +1179,7 @@ def _flat_layer(text: tuple[str, ...], origin_of: Callable[..., Origin]) -> _Lay
     hidden, inter, experts, top_k, ep_size = map(_integer, ("hidden", "inter", "experts", "top_k", "ep_size"), sizes)
     origin = origin_of(quant=quant)
     try:
-        shape = MoEShape(hidden, inter, experts, top_k, ep_size, gated == "1")
+        shape = _of_real_size(MoEShape(hidden, inter, experts, top_k, ep_size, gated == "1"))
         # Without a table the ids of a flat file mean nothing.
         load_table(origin.arch, quant, origin.flashinfer)
     except SynthError as e:

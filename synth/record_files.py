@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
+from synth import untrusted
 from synth.errors import SynthError
 from synth.files import locked, write_atomically
 from synth.measurements import Origin
 
 #: Version of the file format.
 SCHEMA = 1
+_MAX_BYTES = 16 << 20
 
 
 class Recorded(Protocol):
@@ -91,11 +93,10 @@ class RecordFile(Generic[R]):
 
     def _read(self, path: Path, origin: Origin) -> list[R]:
         way_out = "mend the file or remove it, and run `synth verify` again"
+        data = untrusted.read_bytes(path, _MAX_BYTES, "record file")
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as e:
-            raise SynthError(f"can't read {path}: {e.strerror or e}") from e
-        except (ValueError, RecursionError) as e:
+            content = untrusted.loads(data)
+        except ValueError as e:
             raise SynthError(f"{path} is not JSON ({e}); {way_out}") from e
         if not isinstance(content, dict) or not isinstance(content.get(self.name), list):
             raise SynthError(f"{path} is not a list of {self.what}s; {way_out}")

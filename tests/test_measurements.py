@@ -444,7 +444,7 @@ def test_other_files_in_a_folder_are_not_read(tmp_path: Path) -> None:
 
 
 def test_a_version_without_a_table_is_loaded_by_meaning(tmp_path: Path) -> None:
-    origin = dataclasses.replace(H200, flashinfer="0.6.9")
+    origin = dataclasses.replace(H200, flashinfer="99.0.0")
     texts = {3: str(TABLE.tactic(0)), 7: str(TABLE.tactic(45)), 2: str(TABLE.tactic(1))}
     rows = [Row(1, 1, 1, 3, 1.0), Row(1, 2, 1, 7, 2.0), Row(1, 1, 4, 2, 3.0)]
     made = ShapeTimings.from_rows(origin, OLMOE, "olmoe", PASSES, rows, texts)

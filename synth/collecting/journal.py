@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from synth import untrusted
 from synth.catalog.shapes import MoEShape
 from synth.catalog.tactics import STAGES, load_table
 from synth.errors import SynthError
@@ -31,6 +32,8 @@ from synth.planning import Layer
 
 #: Version of the journal's format.
 FORMAT = 1
+#: A sweep of one layer has some 200 KiB.
+_MAX_BYTES = 256 << 20
 #: Seconds between two calls of fsync.
 SYNC_EVERY_S = 1.0
 #: A journal goes on only where these are what they were.
@@ -231,11 +234,7 @@ def read_journal(path: Path) -> Content:
     SynthError
         When it can't be read or its head is damaged.
     """
-    try:
-        raw = path.read_bytes()
-    except OSError as e:
-        raise SynthError(f"can't read {path}: {e.strerror or e}") from e
-    content = _parse(path, raw)
+    content = _parse(path, untrusted.read_bytes(path, _MAX_BYTES, "journal"))
     if content is None:
         raise SynthError(f"{path} is not a journal or was cut short before its first timing; remove it and start again")
     return content

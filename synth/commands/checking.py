@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from synth.performance.model import PerformanceModel
 
 
-@click.command()
+@click.command(short_help="ask the installed FlashInfer's own lookup")
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--device", help="GPU to stand for when the file doesn't name one.")
 @click.option("--misses", "shown", type=click.IntRange(0), default=10, show_default=True, help="Misses to print.")
@@ -52,7 +52,7 @@ def replay(file: Path, device: str | None, shown: int, as_json: bool) -> None:
     sys.exit(0 if report.ok else 1)
 
 
-@click.command()
+@click.command(short_help="what FlashInfer will not use of configs, and why")
 @click.argument("files", type=click.Path(path_type=Path), nargs=-1, required=True)
 @flashinfer_option
 @click.option("--device", help="GPU to check for when the file doesn't name one.")
@@ -131,7 +131,7 @@ def _denied(gpu: str, arch: str, flashinfer: str, own_measurements: Path | None)
     return {quant: DENIED.load(roots, Origin.make(gpu, arch, quant, flashinfer)) for quant in QUANTS}
 
 
-@click.command()
+@click.command(short_help="which entries of two configs differ, and by how much time")
 @click.argument("a", type=click.Path(path_type=Path))
 @click.argument("b", type=click.Path(path_type=Path))
 @flashinfer_option

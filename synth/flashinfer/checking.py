@@ -107,7 +107,7 @@ def check_files(
         config = read(path)
         found[path] = _check(config, path, flashinfer, device, None, {}, max_tokens, denied)
         here = {_without_rank(key, flashinfer): served(value) for key, value in config.raw.items()}
-        group = (config.gpu, config.flashinfer)
+        group = (gpu_of(config, path), config.flashinfer)
         if group not in first:
             first[group] = path, here
         else:
@@ -429,7 +429,9 @@ def _check_times(config: ConfigFile, path: Path) -> Iterator[Finding]:
     """Judge entries by the times that come with them: in the entry itself, and in the sidecar."""
     margins = [(e.key, e.runner_up_ms / e.time_ms - 1.0) for e in config.entries if e.time_ms and e.runner_up_ms]
     ties = sum(abs(margin) < NEAR_TIE for _, margin in margins)
-    if ties:
+    # What synth wrote it writes again.
+    tuned = not (isinstance(config.metadata, dict) and "synth" in config.metadata)
+    if ties and tuned:
         yield Finding(
             "near-ties",
             "",

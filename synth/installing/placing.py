@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from synth import __version__
+from synth import __version__, untrusted
 from synth.errors import SynthError
 from synth.files import write_atomically
 
@@ -112,7 +112,7 @@ def read_record(folder: Path, allowed: Callable[[str], bool]) -> Record | None:
     try:
         if path.stat().st_size > _MAX_RECORD_BYTES:
             raise ValueError("it is too large")
-        content = json.loads(path.read_bytes())
+        content = untrusted.loads(path.read_bytes())
         files = {
             name: Placed(_sha(f["before"], none=True), tuple(str(_sha(a)) for a in f["after"]))
             for name, f in content["files"].items()

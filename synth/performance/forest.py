@@ -20,7 +20,7 @@ from synth.errors import SynthError
 from synth.performance.geometry import Floats
 
 #: Marks a leaf in the array of features.
-_LEAF = 255
+LEAF = 255
 #: Thresholds keep this many bits of a float32's mantissa: they are random draws, and zeros compress.
 _DROPPED_BITS = 12
 #: Two threads are all that one prediction uses: a forest is small and its users run on laptops.
@@ -64,7 +64,7 @@ class Forest:
             order = _breadth_first(tree.children_left, tree.children_right)
             f = tree.feature[order]
             inner = f >= 0
-            feature.append(np.where(inner, f, _LEAF).astype(np.uint8))
+            feature.append(np.where(inner, f, LEAF).astype(np.uint8))
             threshold.append(_rounded(tree.threshold[order][inner].astype(np.float32)))
             value.append(tree.value[order][~inner, 0, 0].astype(np.float16))
             sizes.append(len(order))
@@ -154,7 +154,7 @@ def _rounded(threshold: NDArray[np.float32]) -> NDArray[np.float32]:
 def _build(forest: Forest) -> list[Any]:
     """Make scikit-learn trees of the arrays, having checked every index that its traversal follows."""
     sizes, feature, value = forest.sizes.astype(np.int64), forest.feature, forest.value
-    inner = feature != _LEAF
+    inner = feature != LEAF
     if (
         not len(sizes)
         or sizes.min() < 1

@@ -32,7 +32,7 @@ from synth.catalog.tactics import STAGES, Tactic, TacticTable, load_table
 from synth.errors import SynthError
 from synth.files import write_atomically
 from synth.measurements import Origin, Timings, digest
-from synth.performance.forest import _LEAF, Forest
+from synth.performance.forest import LEAF, Forest
 from synth.performance.geometry import EXTENTS, Floats, Ints, Sites, least_by, sites
 from synth.performance.roofline import DEFAULTS, Hardware, Roofline, TacticColumns, Work, tactic_columns, work
 from synth.performance.routing import UNIFORM, Routing
@@ -773,7 +773,7 @@ def _forest(arrays: Mapping[str, NDArray[Any]]) -> Forest | None:
     if len(value) and not np.abs(value.astype(np.float64)).max() <= _MAX_LEAF:
         raise SynthError(f"its forest predicts logarithms beyond {_MAX_LEAF:g}")
     forest = Forest.from_arrays(arrays, len(FEATURES))
-    inner = np.concatenate([[0], np.cumsum(feature != _LEAF)])
+    inner = np.concatenate([[0], np.cumsum(feature != LEAF)])
     start = 0
     for size in sizes.tolist():
         # Nodes lie level by level: those of the next one are the children of this one's.

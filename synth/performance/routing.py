@@ -34,6 +34,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from synth import untrusted
 from synth.errors import SynthError
 
 Floats = NDArray[np.float64]
@@ -391,8 +392,8 @@ def _torch_file(name: str) -> SynthError:
 
 def _from_json(content: str, name: str) -> Routing:
     try:
-        found = json.loads(content)
-    except (ValueError, RecursionError) as e:
+        found = untrusted.loads(content.encode(), values=MAX_BYTES)
+    except ValueError as e:
         raise SynthError(f"{name}: not JSON ({e})") from None
     if isinstance(found, dict) and "logical_count" in found:
         found = found["logical_count"]

@@ -495,6 +495,13 @@ def test_files_of_two_ranks_that_differ(write: Write) -> None:
     assert "ranks-differ" not in codes(check_files([same[0], elsewhere])[elsewhere])
 
 
+def test_modules_for_two_gpus_by_their_names_are_not_ranks(tmp_path: Path, write: Write) -> None:
+    modules = [write(name=f"{BUNDLED_PREFIX}NVIDIA_{gpu}.py", metadata={"by": "hand"}) for gpu in ("H200", "GH200")]
+    modules[1].write_text(modules[1].read_text().replace("(0, 1)", "(0, 2)"))
+    found = check_files(modules)
+    assert all("ranks-differ" not in codes(findings) for findings in found.values())
+
+
 def test_files_of_ranks_whose_keys_hold_the_rank_are_compared_without_it(tmp_path: Path) -> None:
     sharded = replace(OLMOE, tp=2, shape=MoEShape(2048, 512, 64, 8))
     keys = file_keys(sharded, "vllm", 8, 1, "sm90", "0.7.1")
