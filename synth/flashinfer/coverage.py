@@ -65,11 +65,14 @@ def missing(
     """
     layers = _layers(keys)
     severity = "note" if abstains else "warning"
+    top = max(
+        (bucket for layer in layers.values() for buckets in layer.by_stage.values() for bucket in buckets), default=0
+    )
     found = [] if abstains else list(_overridden_buckets(layers, flashinfer))
     for layer in layers.values():
         found += _missing_stages(layer, flashinfer, severity)
         if max_tokens:
-            found += _uncovered(layer, flashinfer, max_tokens, severity)
+            found += _uncovered(layer, flashinfer, max_tokens, severity, top)
         else:
             found += _missing_buckets(layer, flashinfer, severity)
     if layers:
@@ -183,7 +186,8 @@ def lookups(max_tokens: int, flashinfer: str) -> tuple[tuple[int, int, int], ...
     return tuple(found)
 
 
-def _uncovered(layer: _Layer, flashinfer: str, max_tokens: Sequence[int], severity: str) -> Iterator[Finding]:
+def _uncovered(layer: _Layer, flashinfer: str, max_tokens: Sequence[int], severity: str, top: int) -> Iterator[Finding]:
+    """Find token counts without an entry; what lies above the file's top bucket was not left out on purpose."""
     for most in sorted(set(max_tokens)):
         for stage, buckets in sorted(layer.by_stage.items()):
             gaps = [(first, last) for bucket, first, last in lookups(most, flashinfer) if bucket not in buckets]
@@ -195,7 +199,7 @@ def _uncovered(layer: _Layer, flashinfer: str, max_tokens: Sequence[int], severi
                     f"{name_of(key, flashinfer)} gemm{stage}: a server whose maximum is {most} finds no entry for "
                     f"{_spans(gaps)} tokens and runs the fallback",
                     "add their buckets, unless the fallback was meant",
-                    severity,
+                    "warning" if any(last > top for _, last in gaps) else severity,
                 )
 
 

@@ -550,6 +550,16 @@ def test_the_token_counts_of_a_server_that_a_file_does_not_cover(write: Write) -
     assert notes[0].startswith("a server whose maximum is 600 runs every batch of more tokens with the tactics of")
 
 
+def test_gaps_on_purpose_are_notes_unless_they_lie_above_the_whole_file(write: Write) -> None:
+    path = write()
+    content = json.loads(path.read_text())
+    content["_metadata"]["synth"] = {"left_out": 1}
+    del content[next(k for k in content if "((64, 2048)" in k)]
+    path.write_text(json.dumps(content))
+    assert worst(check(path, max_tokens=[8192])) == {"uncovered-tokens": "note", "clamped-tokens": "note"}
+    assert worst(check(path, max_tokens=[16384])) == {"uncovered-tokens": "warning", "clamped-tokens": "note"}
+
+
 @pytest.mark.parametrize(
     ("buckets", "found"),
     [
