@@ -29,6 +29,7 @@ from synth.flashinfer.contract import (
     token_buckets,
 )
 from synth.flashinfer.formats import ConfigEntry, ConfigFile, dumps_json, read
+from synth.flashinfer.replay import stubbed_gpu
 from synth.porting import REASONS, port
 from synth.sidecars import Record, Sidecar, sidecar_path
 from synth.sidecars import read as read_sidecar
@@ -333,3 +334,24 @@ def test_a_bundled_config_of_a_gpu_without_tables_is_refused() -> None:
         port(config({key_of(GLM, 1, 64, "0.7.4"): 1}, "0.7.4", get_device("B200").name), "0.7.2")
     with pytest.raises(SynthError, match="no tactics are known of NVIDIA Z100"):
         port(config({key_of(GLM, 1, 64, "0.7.4"): 1}, "0.7.4", "NVIDIA Z100"), "0.7.2")
+
+
+@pytest.mark.parametrize("environments_folder", [False, True])
+def test_a_managed_store_is_read_by_its_folder(
+    command: Callable[..., Result], tmp_path: Path, environments_folder: bool
+) -> None:
+    """Entries that FlashInfer itself has put into its store."""
+    pytest.importorskip("flashinfer.autotune_cache")
+    from synth.installing import install
+
+    entries = [ConfigEntry(key_of(GLM, 2, b, "0.7.4"), 45) for b in (1, 64, 512)]
+    (tmp_path / "c.json").write_bytes(dumps_json(build_metadata(SERVER), entries))
+    with stubbed_gpu(SERVER, "sm120"):
+        done = install(tmp_path / "c.json", "flashinfer", folder=tmp_path / "store")
+    result = command(done.folder if environments_folder else tmp_path / "store", "--to", "0.7.0", "-o", "d.json")
+    assert result.exit_code == 0, result.output
+    after = read(tmp_path / "d.json")
+    assert {e.key: e.tactic_id for e in after.entries} == {
+        k: 57 for b in (1, 64, 512) for k in file_keys(GLM, "vllm", b, 2, "sm120", "0.7.0")
+    }
+    assert isinstance(after.metadata, dict) and after.metadata["gpu"] == SERVER
