@@ -36,7 +36,7 @@ $(MODELS)/.stamp: $(STAMP)-core $(SOURCES)
 	@touch $@
 
 test: $(STAMP)-test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: ruff mypy
 

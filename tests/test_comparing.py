@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from synth.catalog.shapes import Deployment, MoEShape
 from synth.catalog.tactics import DEFAULT_FLASHINFER, Tactic, load_table
-from synth.commands.checking import diff
+from synth.cli import main
 from synth.comparing import Comparison, compare, drift, record, summarize, title, with_times
 from synth.errors import SynthError
 from synth.flashinfer.contract import POLICY, build_metadata, entry_id, file_keys, token_buckets
@@ -76,7 +76,7 @@ def test_equal_files_are_equal(tmp_path: Path) -> None:
     found = compare(a, b)
     assert found.equal and not found.metadata
     assert [p.same for p in found.pairs] == [True] * 2 * len(BUCKETS)
-    result = CliRunner().invoke(diff, [str(a), str(b)], catch_exceptions=False)
+    result = CliRunner().invoke(main, ["diff", str(a), str(b)], catch_exceptions=False)
     assert result.exit_code == 0 and "20 entries have the same tactic, 0 another one" in result.output
 
 
@@ -94,7 +94,7 @@ def test_entries_that_differ_and_those_that_only_one_file_has(tmp_path: Path) ->
     assert title(found.differing[0]) == "h2048-i1024-e64-k8 bf16 gemm1 bucket 8"
     swapped = compare(b, a)
     assert (len(swapped.only_a), len(swapped.only_b), len(swapped.differing)) == (2, 4, 2)
-    assert CliRunner().invoke(diff, [str(a), str(b)], catch_exceptions=False).exit_code == 1
+    assert CliRunner().invoke(main, ["diff", str(a), str(b)], catch_exceptions=False).exit_code == 1
 
 
 def test_a_json_file_a_module_and_a_store_are_compared_alike(tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_a_version_without_tables_can_only_be_compared_with_itself(tmp_path: Pat
     assert len(compare(a, b).differing) == 4
     found = compare(a, config(tmp_path / "c.json"))
     assert len(found.unknown) == 2 * len(BUCKETS) and not found.equal
-    result = CliRunner().invoke(diff, [str(a), str(tmp_path / "c.json")], catch_exceptions=False)
+    result = CliRunner().invoke(main, ["diff", str(a), str(tmp_path / "c.json")], catch_exceptions=False)
     assert result.exit_code == 1 and "20 can't be compared" in result.output
 
 
@@ -291,19 +291,19 @@ def test_tactics_of_another_version_are_timed_by_what_they_are(tmp_path: Path, t
 def test_the_command_uses_what_is_shipped_and_prints_json(tmp_path: Path) -> None:
     a, b = config(tmp_path / "a.json"), config(tmp_path / "b.json", changed)
     own = ["--models", str(tmp_path), "--measurements", str(tmp_path)]
-    result = CliRunner().invoke(diff, [str(a), str(b), "--json", *own], catch_exceptions=False)
+    result = CliRunner().invoke(main, ["diff", str(a), str(b), "--json", *own], catch_exceptions=False)
     found: dict[str, Any] = json.loads(result.output)
     assert result.exit_code == 1 and not found["equal"] and found["same"] == 16
     assert {t["source"] for e in found["differing"] for t in e["times"]} == {"timed", "predicted"}
     assert found["differing"][0]["b"]["tactic"] == str(load_table("sm90", "bf16").tactic(1))
-    text = CliRunner().invoke(diff, [str(a), str(b), "--entries", "1", *own], catch_exceptions=False).output
+    text = CliRunner().invoke(main, ["diff", str(a), str(b), "--entries", "1", *own], catch_exceptions=False).output
     assert "3 more; --entries N shows more" in text and "measured" in text and "predicted" in text
 
 
 def test_files_for_two_devices_have_no_common_times(tmp_path: Path) -> None:
     a = config(tmp_path / "a.json")
     b = config(tmp_path / "b.json", changed, metadata=build_metadata("NVIDIA H100 80GB HBM3"))
-    result = CliRunner().invoke(diff, [str(a), str(b)], catch_exceptions=False)
+    result = CliRunner().invoke(main, ["diff", str(a), str(b)], catch_exceptions=False)
     assert result.exit_code == 1 and "no times" in result.output
 
 
@@ -331,7 +331,7 @@ def test_nothing_from_a_file_reaches_a_terminal_unescaped(tmp_path: Path) -> Non
     b = tmp_path / "b.json"
     b.write_text(json.dumps(content))
     for arguments in ([str(a), str(b)], [str(b), str(a)]):
-        result = CliRunner().invoke(diff, arguments, catch_exceptions=False)
+        result = CliRunner().invoke(main, ["diff", *arguments], catch_exceptions=False)
         assert result.exit_code == 1 and "only in" in result.output
         assert all(line.isprintable() for line in result.output.splitlines())
 

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from synth.catalog.shapes import Deployment, MoEShape
 from synth.catalog.tactics import DEFAULT_FLASHINFER, load_table
-from synth.commands.checking import check as check_command
+from synth.cli import main
 from synth.denied import Denial
 from synth.errors import SynthError
 from synth.flashinfer.checking import SEVERITIES, Finding, check, check_files, summary
@@ -754,26 +754,26 @@ def test_nothing_from_a_file_reaches_a_terminal_unescaped(write: Write) -> None:
     path = write(spoil, metadata=metadata)
     assert len(check(path)) >= 8
     assert all((f.message + f.way_out).isprintable() for f in check(path))
-    result = CliRunner().invoke(check_command, [str(path)], catch_exceptions=False)
+    result = CliRunner().invoke(main, ["check", str(path)], catch_exceptions=False)
     assert result.exit_code == 1 and result.output.count("error:") > 3
     assert all(line.isprintable() for line in result.output.splitlines())
-    shown = CliRunner().invoke(check_command, [str(path), "--json"], catch_exceptions=False)
+    shown = CliRunner().invoke(main, ["check", str(path), "--json"], catch_exceptions=False)
     assert shown.output.isascii() and evil in {row["key"] for row in json.loads(shown.output)}
 
 
 def test_the_command_names_each_of_several_files(write: Write) -> None:
     good, bad = write(), write(set_entry({}), name="b.json")
-    result = CliRunner().invoke(check_command, [str(good), str(bad)], catch_exceptions=False)
+    result = CliRunner().invoke(main, ["check", str(good), str(bad)], catch_exceptions=False)
     assert result.exit_code == 1
     assert result.output.splitlines()[0] == f"{good}: nothing found; FlashInfer 0.7.4 can use every entry"
     assert result.output.splitlines()[1] == f"{bad}:"
-    shown = CliRunner().invoke(check_command, [str(good), str(bad), "--json"], catch_exceptions=False)
+    shown = CliRunner().invoke(main, ["check", str(good), str(bad), "--json"], catch_exceptions=False)
     assert {row["file"] for row in json.loads(shown.output)} == {str(bad)}
-    assert CliRunner().invoke(check_command, [str(good)], catch_exceptions=False).exit_code == 0
+    assert CliRunner().invoke(main, ["check", str(good)], catch_exceptions=False).exit_code == 0
 
 
 def test_the_command_takes_maximum_token_counts(write: Write) -> None:
     arguments = [str(write()), "--max-tokens", "512", "--max-tokens", "16384", "--json"]
-    result = CliRunner().invoke(check_command, arguments, catch_exceptions=False)
+    result = CliRunner().invoke(main, ["check", *arguments], catch_exceptions=False)
     assert {row["code"] for row in json.loads(result.output)} == {"uncovered-tokens", "clamped-tokens"}
     assert result.exit_code == 1

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from synth.commands.installing import install as command
+from synth.cli import main
 from synth.errors import SynthError
 from synth.flashinfer import replay as replaying
 from synth.flashinfer.contract import build_metadata
@@ -180,7 +180,7 @@ def test_a_dry_run_names_the_place_and_touches_nothing(write: Write, tmp_path: P
     config, root = write(), tmp_path / "store"
     before = everything(tmp_path)
     arguments = [str(config), "--engine", "flashinfer", "--folder", str(root), "--dry-run"]
-    shown = CliRunner().invoke(command, arguments)
+    shown = CliRunner().invoke(main, ["install", *arguments])
     assert shown.exit_code == 0
     for text in (str(cache(root).env_dir), f"FLASHINFER_AUTOTUNE_CACHE_DIR={root}", KEPT, "would be made", "dry run"):
         assert text in shown.output
@@ -192,12 +192,12 @@ def test_the_command_says_how_many_lookups_hit_and_how_to_take_it_back(
 ) -> None:
     config, root = write(), tmp_path / "store"
     monkeypatch.setenv("FLASHINFER_AUTOTUNE_CACHE_DIR", str(root))
-    shown = CliRunner().invoke(command, [str(config), "--engine", "flashinfer"])
+    shown = CliRunner().invoke(main, ["install", str(config), "--engine", "flashinfer"])
     report = replay_store(read(config), root)
     assert shown.exit_code == 0
     assert f"{report.keys} of {report.keys} keys and {report.lookups} of {report.lookups} lookups hit" in shown.output
     assert f"--undo --engine flashinfer --folder {root}" in shown.output
-    assert CliRunner().invoke(command, ["--undo", "--engine", "flashinfer"]).exit_code == 0
+    assert CliRunner().invoke(main, ["install", "--undo", "--engine", "flashinfer"]).exit_code == 0
 
 
 def test_a_config_for_another_environment_is_refused_with_the_fields(
@@ -324,13 +324,13 @@ def test_the_command_exits_with_1_where_flashinfer_serves_nothing_from_there(wri
         # What another producer left: FlashInfer raises on it, with or without synth's entries.
         path.write_text(json.dumps({**json.loads(path.read_text()), "_records": []}))
     config = write()
-    shown = CliRunner().invoke(command, [str(config), "--engine", "sglang", "--folder", str(ranks[0].parent)])
+    shown = CliRunner().invoke(main, ["install", str(config), "--engine", "sglang", "--folder", str(ranks[0].parent)])
     assert shown.exit_code == 1
     assert f"0 of {len(read(config).raw)} keys and 0 of 0 lookups hit" in shown.output
     assert shown.output.count("miss: ") == 10 and "load_configs raises ValueError" in shown.output
 
 
 def test_the_command_says_that_the_other_ranks_hold_the_same(write: Write, ranks: list[Path]) -> None:
-    shown = CliRunner().invoke(command, [str(write()), "--engine", "sglang", "--folder", str(ranks[0].parent)])
+    shown = CliRunner().invoke(main, ["install", str(write()), "--engine", "sglang", "--folder", str(ranks[0].parent)])
     assert shown.exit_code == 0
     assert "lookups hit; the other file holds the same entries" in shown.output
