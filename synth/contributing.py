@@ -26,10 +26,10 @@ from synth.denied import DENIED
 from synth.emitting import config_name
 from synth.errors import SynthError
 from synth.flashinfer.checking import check, summary
-from synth.flashinfer.contract import build_metadata
+from synth.flashinfer.contract import build_metadata, parse_file_key
 from synth.flashinfer.formats import ConfigEntry, ConfigFile, dumps_bundled, dumps_json, read
 from synth.flashinfer.replay import replay
-from synth.measurements import Origin, Problem, Timings, load, times_by_bucket
+from synth.measurements import Problem, Timings, load, times_by_bucket
 from synth.numbers import TOLERANCE
 from synth.porting import version_of
 from synth.sidecars import Record, Sidecar, sidecar_path
@@ -212,7 +212,6 @@ _Pair = tuple[Tactic | None, Tactic | None]
 class _Known:
     """What the measurements say of one quantization on the device."""
 
-    origin: Origin | None
     timings: Timings | None
     times: Mapping[tuple[int, int, int], Mapping[int, float]]
     index: Mapping[MoEShape, int]
@@ -227,12 +226,11 @@ class _Known:
         tables = load(folders, device.name, quant, flashinfer, problems=problems)
         timings = next((t for t in tables if not t.origin.simulated), None)
         if timings is None:
-            return cls(None, None, {}, {}, {}, frozenset())
+            return cls(None, {}, {}, {}, frozenset())
         agreed: dict[tuple[MoEShape, _Pair], list[Agreement]] = defaultdict(list)
         for one in load_agreed(folders, timings.origin):
             agreed[one.shape, one.tactics].append(one)
         return cls(
-            timings.origin,
             timings,
             times_by_bucket(timings.averaged()),
             {shape: i for i, shape in enumerate(timings.shapes)},
@@ -305,6 +303,11 @@ def _agreeing(path: Path, config: ConfigFile, sidecar: Sidecar, device: Device, 
         entry = next(iter(ConfigFile(config.kind, raw={key: value}).entries), None)
         if record is None or entry is None:
             raise SynthError(f"{path}: the sidecar knows no entry {key}; contribute what `synth emit` wrote")
+        parsed = parse_file_key(key)
+        asked = (str(parsed.shape(flashinfer)), parsed.quant(flashinfer), parsed.stage, parsed.bucket)
+        fused = parsed.named(flashinfer)["use_fused_finalize"]
+        if (*asked, fused) != (record.shape, record.quant, record.stage, record.bucket, record.fused_finalize):
+            raise SynthError(f"{path}: the sidecar says {record.shape} of {key}; contribute what `synth emit` wrote")
         table = load_table(device.tactics_arch, record.quant, flashinfer)
         if not record.fused_finalize:
             table = table.without_fused_finalize()

@@ -161,11 +161,18 @@ def test_a_tactic_with_wrong_numbers_is_refused_whatever_was_compared_before(cop
     assert e.value.refused["denied"] >= len(bad.keys)
 
 
-def test_a_config_and_a_sidecar_that_contradict_each_other_are_refused(copy: Path) -> None:
+def test_a_config_and_a_sidecar_that_contradict_each_other_are_refused(olmoe: Path, copy: Path) -> None:
     other = str(load_table("sm90", "bf16").gemm1[3])
     resealed(copy, lambda r: dataclasses.replace(r, tactic=other) if r.stage == 1 and r.quant == "bf16" else r)
     with pytest.raises(SynthError, match="is another tactic; contribute what `synth emit` wrote"):
         prepare(copy, [MEASUREMENTS])
+    # Timings of one bucket don't stand for the key of another, nor those of one layer for another layer's.
+    for name, value in (("bucket", 256), ("shape", "h6144-i256-e256-k8"), ("fused_finalize", False)):
+        shutil.copy(olmoe, copy)
+        shutil.copy(sidecar_path(olmoe), sidecar_path(copy))
+        resealed(copy, lambda r, change={name: value}: dataclasses.replace(r, **change))  # type: ignore[misc]
+        with pytest.raises(SynthError, match="the sidecar says h"):
+            prepare(copy, [MEASUREMENTS])
     copy.write_bytes(copy.read_bytes() + b"\n")
     with pytest.raises(SynthError, match=r"belongs to other contents than olmoe\.json has"):
         prepare(copy, [MEASUREMENTS])
