@@ -38,7 +38,7 @@ def reference() -> str:
     for title, commands in SECTIONS.items():
         lines.append(f"| **{title}** | |")
         lines += [f"| [`synth {c.name}`](#synth-{c.name}) | {_cell(c.get_short_help_str(200))} |" for c in commands]
-    root = click.Context(main, info_name="synth")
+    root = click.Context(main, info_name="synth", **main.context_settings)
     for commands in SECTIONS.values():
         for command in commands:
             lines += _section(command, click.Context(command, parent=root, info_name=command.name))

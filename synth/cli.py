@@ -83,7 +83,10 @@ def _fail(message: str) -> NoReturn:
     sys.exit(2)
 
 
-@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+
+
+@click.group(cls=_Group, context_settings=_SETTINGS)
 @click.version_option(__version__, prog_name="synth")
 def main() -> None:
     """Tuning configs for FlashInfer's MoE kernels, from a few real timings.
@@ -96,4 +99,6 @@ def main() -> None:
 
 for _commands in SECTIONS.values():
     for _command in _commands:
+        # Not by inheritance alone: click keeps the help option of the first call, which may be one without `main`.
+        _command.context_settings = _SETTINGS
         main.add_command(_command)
