@@ -251,8 +251,12 @@ class Deployment:
 def load_models() -> tuple[Model, ...]:
     """Return the public models of the catalogue, in the order of ``models.toml``."""
     text = (resources.files("synth.catalog") / "models.toml").read_text(encoding="utf-8")
-    return tuple(
-        Model(
+    return tuple(map(_model, tomllib.loads(text)["model"]))
+
+
+def _model(row: dict[str, Any]) -> Model:
+    try:
+        return Model(
             name=row["name"],
             family=row["family"],
             **row["layer"],
@@ -261,8 +265,11 @@ def load_models() -> tuple[Model, ...]:
             source=row["source"],
             aliases=tuple(row.get("aliases", ())),
         )
-        for row in tomllib.loads(text)["model"]
-    )
+    except (KeyError, TypeError, ValueError) as e:
+        raise SynthError(
+            f"models.toml, {row.get('name', 'a model without a name')}: a field is missing, misspelt or of another "
+            f"kind ({e}); the head of the file lists them"
+        ) from e
 
 
 def find_model(name: str) -> Model:

@@ -679,3 +679,24 @@ def test_a_model_given_by_hand_needs_only_its_layer() -> None:
     model = Model("mine", "mine", hidden=4096, inter=1536, experts=128, top_k=8)
     assert model.deploy(4, 1, "nvfp4").label == "mine-tp4"
     assert shapes.family_of("mine-tp4") == "mine"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"layer": {"hiden": 4096}}, "hiden"),
+        ({"family": None, "source": ...}, "source"),
+        ({"quants": ["bf17"]}, "bf17"),
+        ({"deployments": [[3, 1]]}, "--tp 3"),
+        ({"deployments": [4]}, "cannot unpack"),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
+def test_a_wrong_row_of_the_catalogue_is_one_line(change: dict[str, Any], says: str) -> None:
+    layer = {"hidden": 4096, "inter": 1408, "experts": 128, "top_k": 8}
+    row = {"name": "m", "family": "f", "layer": layer, "quants": ["bf16"], "deployments": [[1, 1]], "source": "s"}
+    assert shapes._model(row).name == "m"
+    row = {k: v for k, v in {**row, **change}.items() if v is not ...}
+    with pytest.raises(SynthError, match=says) as e:
+        shapes._model(row)
+    assert "\n" not in str(e.value)
