@@ -7,13 +7,16 @@ and fills, has no units and is carried over: from the quantization whose kernels
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 
 from synth.catalog.devices import Device, get_device
-from synth.catalog.kernels import load_kernels
+from synth.catalog.kernels import Kernel, load_kernels
+from synth.catalog.legality import smem_block_bytes
 from synth.catalog.tactics import DEFAULT_FLASHINFER, STAGES, Tactic, TacticTable, load_table
 from synth.errors import SynthError
 from synth.measurements import Origin
@@ -102,15 +105,27 @@ def suspects(table: TacticTable) -> frozenset[tuple[int, Tactic]]:
 
     The analytic model doesn't know that registers ran out, and one such kernel was measured to be 18 times too slow,
     see :attr:`synth.catalog.kernels.Kernel.spills`. A timing decides where there is one.
+
+    Of a FlashInfer version that wasn't compiled the same tactics are suspected as of the default one, and those that
+    need more shared memory there than a block can have, which :mod:`synth.catalog.legality` doesn't know of it.
     """
     found = set()
+    smem = smem_block_bytes(None, table.arch)
     for stage in STAGES:
-        try:
-            kernels = load_kernels(table.arch, table.quant, table.flashinfer, gated_gemm1=stage == 1)
-        except SynthError:  # nothing was compiled for this version
-            return frozenset()
-        found |= {(stage, t) for _, t in table.items(stage) if t in kernels and kernels[t].spills}
+        kernels, borrowed = _kernels(table, gated_gemm1=stage == 1)
+        for _, t in table.items(stage):
+            kernel = kernels.get(t)
+            if kernel is not None and (kernel.spills or (borrowed and smem is not None and kernel.smem > smem)):
+                found.add((stage, t))
     return frozenset(found)
+
+
+def _kernels(table: TacticTable, *, gated_gemm1: bool) -> tuple[Mapping[Tactic, Kernel], bool]:
+    """Return the compiled kernels of a table's version, or of the default one where it wasn't compiled, and which."""
+    for version in dict.fromkeys([table.flashinfer, DEFAULT_FLASHINFER]):
+        with contextlib.suppress(SynthError):
+            return load_kernels(table.arch, table.quant, version, gated_gemm1=gated_gemm1), version != table.flashinfer
+    return {}, True
 
 
 def start_of(origin: Origin) -> PerformanceModel | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from pathlib import Path
@@ -183,9 +182,15 @@ def test_suspects_are_the_tactics_whose_kernel_spills(table: TacticTable) -> Non
         assert any((stage, t) not in found for _, t in table.items(stage))
 
 
-def test_of_a_version_that_was_not_compiled_nothing_is_suspected() -> None:
-    table = dataclasses.replace(load_table("sm120", "nvfp4"), flashinfer="0.0.1")
-    assert suspects(table) == frozenset()
+@pytest.mark.parametrize("quant", ["nvfp4", "bf16", "fp8"])
+def test_of_a_version_that_was_not_compiled_the_same_is_suspected_and_what_cannot_run(quant: str) -> None:
+    compiled, older = load_table("sm120", quant), load_table("sm120", quant, "0.7.2")
+    kernels = load_kernels("sm120", quant, gated_gemm1=True), load_kernels("sm120", quant)
+    smem = smem_block_bytes(None, "sm120")
+    assert smem is not None
+    too_large = {(s, t) for s in STAGES for _, t in older.items(s) if kernels[s - 1][t].smem > smem}
+    assert too_large
+    assert suspects(older) == suspects(compiled) | too_large
 
 
 @pytest.fixture(scope="module", params=["nvfp4", "bf16", "fp8"])
