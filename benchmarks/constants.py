@@ -9,11 +9,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from synth.analytical import STRUCTURE
 from synth.catalog.devices import get_device
-from synth.catalog.tactics import DEFAULT_FLASHINFER
-from synth.evidence import fit_constants, grouped, read_folder
-from synth.paths import find_model, shipped
+from synth.catalog.paths import find_model, shipped
+from synth.choosing.evidence import fit_constants, grouped, read_folder
+from synth.flashinfer.tactics import DEFAULT_FLASHINFER
+from synth.performance.analytical import STRUCTURE
 from synth.performance.model import PerformanceModel
 from synth.performance.roofline import DEFAULTS
 

@@ -31,26 +31,27 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from synth.analytical import analytical_model, structure
 from synth.catalog.devices import get_device
-from synth.catalog.legality import runnable_ids, smem_block_bytes
+from synth.catalog.paths import shipped
+from synth.catalog.schemes import STAGES
 from synth.catalog.shapes import deployments, find_layer, load_models, select
-from synth.catalog.tactics import DEFAULT_FLASHINFER, STAGES
-from synth.choosing import choose
+from synth.choosing.anchors import with_anchors
+from synth.choosing.choose import choose
+from synth.choosing.emission import Source, emit
+from synth.choosing.evidence import fit_constants, grouped, read_folder
+from synth.choosing.plan import Layer, Plan, make_plan
+from synth.choosing.rounds import NewDevice
 from synth.collecting import GPU_RUNNER, RunnerSpec, collect, gpu_name, simulated_runner
 from synth.collecting.journal import read_journal
-from synth.emitting import Source, emit
+from synth.collecting.verifying import gpu_comparator, verify
 from synth.errors import SynthError
-from synth.evidence import fit_constants, grouped, read_folder
-from synth.measurements import Origin, Row, ShapeTimings, Timings, combine, load, write
-from synth.paths import shipped
+from synth.flashinfer.legality import runnable_ids, smem_block_bytes
+from synth.flashinfer.tactics import DEFAULT_FLASHINFER
+from synth.performance.analytical import analytical_model, structure
 from synth.performance.evaluation import Evaluation, Judge
 from synth.performance.model import Cells, PerformanceModel, predictor
 from synth.performance.roofline import DEFAULTS, NEUTRAL, Roofline
-from synth.planning import Layer, Plan, make_plan
-from synth.planning.anchors import with_anchors
-from synth.planning.rounds import NewDevice
-from synth.verifying import gpu_comparator, verify
+from synth.timings.measurements import Origin, Row, ShapeTimings, Timings, combine, load, write
 
 DEVICE = "NVIDIA H200"
 SYNTHETIC = "NVIDIA RTX PRO 6000 Blackwell Server Edition"

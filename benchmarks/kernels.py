@@ -3,7 +3,7 @@
 No GPU is needed. ``compile`` turns the kernels of every SM120 tactic into cubins, through the launchers that the
 installed FlashInfer's own generated files instantiate and with its own flags, one output type and one activation each.
 ``extract`` reads registers, shared memory and the machine code of every tactic's kernel from such cubins, or from a
-whole compiled module such as ``fused_moe_90.so``, and writes the table of :mod:`synth.catalog.kernels`. ``worth``
+whole compiled module such as ``fused_moe_90.so``, and writes the table of :mod:`synth.flashinfer.kernels`. ``worth``
 compares that table with the shipped timings of the NVIDIA H200.
 
     pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm
@@ -49,14 +49,15 @@ from scipy.stats import spearmanr
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from synth.catalog.devices import get_device
-from synth.catalog.kernels import LIMITS, RESERVED_SMEM, Kernel, load_kernels
-from synth.catalog.tactics import DEFAULT_FLASHINFER, STAGES, Tactic, TacticTable, load_table
+from synth.catalog.files import write_atomically
+from synth.catalog.paths import shipped
+from synth.catalog.schemes import STAGES
 from synth.errors import SynthError
-from synth.files import write_atomically
-from synth.measurements import load
-from synth.paths import shipped
+from synth.flashinfer.kernels import LIMITS, RESERVED_SMEM, Kernel, load_kernels
+from synth.flashinfer.tactics import DEFAULT_FLASHINFER, Tactic, TacticTable, load_table
 from synth.performance.geometry import sites
 from synth.performance.roofline import Hardware, tactic_columns, work
+from synth.timings.measurements import load
 
 QUANTS = {"sm90": ("bf16", "fp8"), "sm120": ("nvfp4", "bf16", "fp8", "mxfp8_mxfp4")}
 _CUTLASS_ARCH = {"sm90": "9.0a", "sm120": "12.0a"}

@@ -41,17 +41,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from layer import parse_layer, say, table_writer
 
 from synth.catalog.devices import get_device
+from synth.catalog.paths import find_model, shipped
+from synth.catalog.schemes import STAGES
 from synth.catalog.shapes import Deployment, MoEShape
-from synth.catalog.tactics import DEFAULT_FLASHINFER, STAGES
-from synth.choosing import carried_over, choose
+from synth.choosing.choose import carried_over, choose
+from synth.collecting.numbers import TOLERANCE
 from synth.errors import SynthError
-from synth.flashinfer import runtime
-from synth.flashinfer.contract import map_to_bucket
-from synth.measurements import Timings, load, times_by_bucket
-from synth.numbers import TOLERANCE
-from synth.paths import find_model, shipped
+from synth.flashinfer.buckets import map_to_bucket
+from synth.flashinfer.tactics import DEFAULT_FLASHINFER
+from synth.gpu import runtime
 from synth.performance.model import Cells, PerformanceModel
 from synth.performance.routing import UNIFORM, Routing
+from synth.timings.measurements import Timings, load, times_by_bucket
 
 COLUMNS = (
     "layer", "tokens", "routing", "chosen_for", "g1", "g2", "tactic1", "tactic2", "ms", "q25", "q75", "rounds",

@@ -16,9 +16,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from synth.measurements import load
-from synth.paths import model_file, shipped
+from synth.catalog.paths import model_file, shipped
 from synth.performance.model import Cells, PerformanceModel
+from synth.timings.measurements import load
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -57,7 +57,7 @@ def main() -> None:
         one = (*emit, "--hidden", "3072", "--inter", "1024", "--experts", "96", "--top-k", "6", "--quant", "bf16")
         print(f"synth emit, catalogue   {seconds(command(*emit), 3):8.1f} s")
         print(f"synth emit, one shape   {seconds(command(*one), 3):8.1f} s, of which start-up")
-        start = [sys.executable, "-c", "import synth.emitting"]
+        start = [sys.executable, "-c", "import synth.choosing.emission"]
         print(f"  importing takes       {seconds(lambda: subprocess.run(start, cwd=ROOT, check=True), 3):8.1f} s")
 
 

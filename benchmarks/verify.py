@@ -29,17 +29,17 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from synth.catalog.devices import get_device
+from synth.catalog.paths import find_model, readable
 from synth.catalog.shapes import find_layer, select
-from synth.catalog.tactics import DEFAULT_FLASHINFER
+from synth.choosing.plan import Layer, Plan, make_plan, summarize
 from synth.collecting import GPU_RUNNER, RunnerSpec, collect, gpu_name, simulated_runner
-from synth.console import table, verification
+from synth.collecting.numbers import ComparatorSpec
+from synth.collecting.verifying import BUDGET_S, THRESHOLD, Verification, gpu_comparator, report, verify
 from synth.errors import SynthError
-from synth.measurements import load
-from synth.numbers import ComparatorSpec
-from synth.paths import find_model, readable
+from synth.flashinfer.tactics import DEFAULT_FLASHINFER
 from synth.performance.model import PerformanceModel, predictor
-from synth.planning import Layer, Plan, make_plan, summarize
-from synth.verifying import BUDGET_S, THRESHOLD, Verification, gpu_comparator, report, verify
+from synth.reporting.console import table, verification
+from synth.timings.measurements import load
 
 #: Seconds of starting processes and choosing that a layer takes beside its sweep and its spot checks.
 _OVERHEAD_S = 45.0
@@ -96,7 +96,7 @@ def _verify(
 ) -> tuple[Verification, float]:
     """Spot-check a layer; returns the seconds that it took in all, too."""
     began = time.monotonic()
-    simulated = ComparatorSpec("synth.numbers:SimulatedComparator")
+    simulated = ComparatorSpec("synth.collecting.numbers:SimulatedComparator")
     found = verify(
         layer, model, options.out / "verified", budget_s=options.budget, threshold=options.threshold,
         max_tokens=options.max_tokens, runner=runner, simulated=options.simulate,

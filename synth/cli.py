@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import click
 
 from synth import __version__
+from synth.catalog.untrusted import printable
 from synth.commands import (
     catalogue,
     checking,
@@ -21,7 +22,6 @@ from synth.commands import (
     reporting,
 )
 from synth.errors import SynthError
-from synth.untrusted import printable
 
 #: Every command, in the order in which people use them.
 SECTIONS: dict[str, tuple[click.Command, ...]] = {

@@ -16,3 +16,15 @@ class MissingDependencyError(SynthError):
 
 class UnsupportedShapeError(SynthError):
     """FlashInfer has no kernel for this shape under this quantization."""
+
+
+class OutOfMemory(SynthError):
+    """The layer, or this bucket of it, doesn't fit into the GPU's memory."""
+
+
+class TacticError(Exception):
+    """The tactic failed and the GPU is fine."""
+
+
+class StickyError(Exception):
+    """The CUDA context is lost; only a new process can go on."""

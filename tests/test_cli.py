@@ -15,17 +15,18 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from synth import __version__, paths
-from synth.analytical import analytical_model, structure
+from synth import __version__
+from synth.catalog import paths
 from synth.catalog.devices import get_device
 from synth.catalog.shapes import MoEShape, deployments, load_models
+from synth.choosing.anchors import ANCHORS
 from synth.cli import main
-from synth.fitting import save
-from synth.flashinfer.contract import token_buckets
-from synth.measurements import Row, ShapeTimings, load, read, write
+from synth.flashinfer.buckets import token_buckets
+from synth.performance.analytical import analytical_model, structure
+from synth.performance.fitting import save
 from synth.performance.model import Cells, PerformanceModel
 from synth.performance.roofline import Roofline
-from synth.planning.anchors import ANCHORS
+from synth.timings.measurements import Row, ShapeTimings, load, read, write
 
 ROOT = Path(__file__).parent.parent
 MEASUREMENTS = ROOT / "measurements"

@@ -12,10 +12,10 @@ from click.testing import CliRunner
 
 from synth.catalog.devices import find_devices, get_device, load_devices
 from synth.catalog.shapes import MoEShape
+from synth.choosing.emission import config_name
 from synth.cli import SECTIONS, main
-from synth.emitting import config_name
-from synth.measurements import Origin
-from synth.sidecars import sidecar_path
+from synth.configs.sidecar import sidecar_path
+from synth.timings.measurements import Origin
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])

@@ -100,7 +100,7 @@ def test_the_core_needs_neither_torch_nor_flashinfer(installed: Path) -> None:
 def test_the_sdist_carries_the_tests_and_builds_no_other_folder(tmp_path: Path) -> None:
     with tarfile.open(build("sdist", tmp_path)) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames()}
-    assert {"tests/test_packaging.py", "tests/collecting/made_up.py", "pyproject.toml", "Makefile", "LICENSE"} <= names
+    assert {"tests/test_packaging.py", "tests/support/made_up.py", "pyproject.toml", "Makefile", "LICENSE"} <= names
     assert {f"models/{f}" for f in files(ROOT / "models")} <= names
     allowed = {"synth", "models", "measurements", "tests", "benchmarks", "docs", ".ci"}
     assert {name.split("/")[0] for name in names if "/" in name} == allowed

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from synth.catalog.padding import ENGINE_NAMES, PADDINGS, engines_that_pad, find_padding, round_up
-from synth.catalog.tactics import QUANTS
+from synth.catalog.schemes import QUANTS
 from synth.errors import SynthError, UnsupportedShapeError
 
 if sys.version_info >= (3, 11):

@@ -12,9 +12,10 @@ from synth.collecting.reporters import (
     duration,
 )
 from synth.collecting.results import add_file, journal_to_measurements
-from synth.collecting.runner import GPU_RUNNER, OutOfMemory, Runner, RunnerSpec, StickyError, TacticError
+from synth.collecting.runner import GPU_RUNNER, Runner, RunnerSpec
 from synth.collecting.running import Limits, collect
 from synth.collecting.simulated import Fault, SimulatedRunner, simulated_runner
+from synth.errors import OutOfMemory, StickyError, TacticError
 
 __all__ = [
     "GPU_RUNNER",

@@ -23,12 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from synth import untrusted
+from synth.catalog import untrusted
+from synth.catalog.schemes import STAGES
 from synth.catalog.shapes import MoEShape
-from synth.catalog.tactics import STAGES, load_table
+from synth.choosing.plan import Layer
 from synth.errors import SynthError
-from synth.measurements import Origin, Problem, Row
-from synth.planning import Layer
+from synth.flashinfer.tactics import load_table
+from synth.timings.measurements import Origin, Problem, Row
 
 #: Version of the journal's format.
 FORMAT = 1
@@ -107,7 +108,7 @@ class Head:
     layers : tuple of Layer
         What is timed.
     device, arch, flashinfer : str
-        As in :class:`synth.measurements.Origin`.
+        As in :class:`synth.timings.measurements.Origin`.
     policy : mapping
         Timing policy.
     simulated : bool

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from synth.planning import Cell, PlanSummary
+from synth.choosing.plan import Cell, PlanSummary
 
 if TYPE_CHECKING:
     from types import TracebackType

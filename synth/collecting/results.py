@@ -7,11 +7,11 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from synth.catalog.files import locked
 from synth.collecting.journal import Content, Entry, is_journal, read_journal
 from synth.collecting.reporters import Drift
 from synth.errors import SynthError
-from synth.files import locked
-from synth.measurements import (
+from synth.timings.measurements import (
     DEFAULT_POLICY,
     Problem,
     ShapeTimings,
@@ -75,7 +75,7 @@ def add_file(
     Parameters
     ----------
     device, arch, flashinfer, policy, passes
-        What a flat table doesn't say; see :func:`synth.measurements.import_table`.
+        What a flat table doesn't say; see :func:`synth.timings.measurements.import_table`.
     problems : list, optional
         Gets what can't be read.
 

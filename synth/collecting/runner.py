@@ -8,19 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from synth.catalog.shapes import MoEShape
-from synth.errors import SynthError
-
-
-class OutOfMemory(SynthError):
-    """The layer, or this bucket of it, doesn't fit into the GPU's memory."""
-
-
-class TacticError(Exception):
-    """The tactic failed and the GPU is fine."""
-
-
-class StickyError(Exception):
-    """The CUDA context is lost; only a new process can go on."""
 
 
 class Runner(Protocol):
@@ -99,4 +86,4 @@ class RunnerSpec:
 
 
 #: Times tactics on the GPU in front of it.
-GPU_RUNNER = RunnerSpec("synth.flashinfer.runtime:GpuRunner")
+GPU_RUNNER = RunnerSpec("synth.gpu.runtime:GpuRunner")

@@ -16,6 +16,18 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal
 
+from synth.choosing.picks import Pick, Seen, Strategy
+from synth.choosing.plan import (
+    Batch,
+    Plan,
+    depth_for,
+    estimate_memory,
+    rank_costs,
+    summarize,
+    take,
+    timing_seconds,
+    worth,
+)
 from synth.collecting.journal import MUST_MATCH, Entry, Head, Journal, JournalError, Write
 from synth.collecting.pools import Event, Pool, ProcessPool
 from synth.collecting.reporters import CollectSummary, Progress, Reporter, SilentReporter
@@ -23,9 +35,7 @@ from synth.collecting.results import drift_of, journal_to_measurements
 from synth.collecting.runner import RunnerSpec
 from synth.collecting.worker import Begin, Broken, Finished, Item, Refused, SetUp, Started, Timed
 from synth.errors import SynthError
-from synth.measurements import Row
-from synth.planning import Batch, Plan, depth_for, estimate_memory, rank_costs, summarize, take, timing_seconds, worth
-from synth.planning.picks import Pick, Seen, Strategy
+from synth.timings.measurements import Row
 
 #: A worker that dies this often without one good timing in between is not started again.
 MAX_DEATHS = 3

@@ -16,11 +16,11 @@ from typing import Any, Literal
 import numpy as np
 
 from synth.catalog.shapes import MoEShape
-from synth.catalog.tactics import DEFAULT_FLASHINFER, load_table
-from synth.collecting.runner import OutOfMemory, RunnerSpec, StickyError, TacticError
-from synth.errors import SynthError
-from synth.measurements import ShapeTimings, Timings, load_shapes
-from synth.planning import estimate_memory, timing_seconds
+from synth.choosing.plan import estimate_memory, timing_seconds
+from synth.collecting.runner import RunnerSpec
+from synth.errors import OutOfMemory, StickyError, SynthError, TacticError
+from synth.flashinfer.tactics import DEFAULT_FLASHINFER, load_table
+from synth.timings.measurements import ShapeTimings, Timings, load_shapes
 
 #: Standard deviation of a timing's logarithm; the repeats of the shipped sweeps differ by this much in the median.
 NOISE = 0.004

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from synth.catalog.shapes import MoEShape
-from synth.collecting.runner import OutOfMemory, Runner, RunnerSpec, StickyError, TacticError
-from synth.errors import SynthError
+from synth.collecting.runner import Runner, RunnerSpec
+from synth.errors import OutOfMemory, StickyError, SynthError, TacticError
 
 #: Seconds of measuring after which the reference cell is timed again.
 REFERENCE_EVERY_S = 15.0

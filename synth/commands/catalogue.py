@@ -6,7 +6,7 @@ import json
 
 import click
 
-from synth.catalog.tactics import QUANTS
+from synth.catalog.schemes import QUANTS
 from synth.commands.options import flashinfer_option, json_option
 from synth.errors import SynthError
 
@@ -24,7 +24,7 @@ def devices(as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(rows, indent=1))
         return
-    from synth.console import table
+    from synth.reporting.console import table
 
     columns = ["name", "arch", "SMs", "L2 MB", "GB/s", "dense TFLOPS"]
     peaks = [" ".join(f"{q} {v:g}" for q, v in d.tflops.items()) for d in load_devices()]
@@ -42,7 +42,7 @@ def models(as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps([dataclasses.asdict(m) for m in load_models()], indent=1))
         return
-    from synth.console import table
+    from synth.reporting.console import table
 
     table(
         "Models",
@@ -64,7 +64,8 @@ def models(as_json: bool) -> None:
 @json_option
 def tactics(flashinfer: str, arch: str | None, quant: str | None, as_json: bool) -> None:
     """List FlashInfer's tactics: what each id is."""
-    from synth.catalog.tactics import STAGES, load_tables
+    from synth.catalog.schemes import STAGES
+    from synth.flashinfer.tactics import load_tables
 
     tables = [t for t in load_tables(flashinfer) if arch in (None, t.arch) and quant in (None, t.quant)]
     if not tables:
@@ -78,6 +79,6 @@ def tactics(flashinfer: str, arch: str | None, quant: str | None, as_json: bool)
     if as_json:
         click.echo(json.dumps(rows, indent=1))
         return
-    from synth.console import table
+    from synth.reporting.console import table
 
     table(f"Tactics of FlashInfer {flashinfer}", list(rows[0]), [list(r.values()) for r in rows])

@@ -13,11 +13,11 @@ import click
 from synth.commands.options import flashinfer_option, folders, json_option
 
 if TYPE_CHECKING:
-    from synth.comparing import Comparison
-    from synth.flashinfer.entries import Denied
-    from synth.flashinfer.findings import Finding
-    from synth.measurements import Timings
+    from synth.checking.diff import Comparison
+    from synth.checking.entries import Denied
+    from synth.checking.findings import Finding
     from synth.performance.model import PerformanceModel
+    from synth.timings.measurements import Timings
 
 
 @click.command(short_help="ask the installed FlashInfer's own lookup")
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 def replay(file: Path, device: str | None, shown: int, as_json: bool) -> None:
     """Load FILE into the installed FlashInfer and ask its own lookup for every key. Exit 1 on a miss."""
     from synth.catalog.devices import get_device
-    from synth.flashinfer.replay import replay as run
-    from synth.untrusted import printable
+    from synth.catalog.untrusted import printable
+    from synth.gpu.replay import replay as run
 
     report = run(file, device=get_device(device).name if device else None)
     if as_json:
@@ -86,7 +86,7 @@ def check(
     import dataclasses
 
     from synth.catalog.devices import get_device
-    from synth.flashinfer.checking import check_files
+    from synth.checking.check import check_files
 
     name = get_device(device).name if device else None
     found = check_files(
@@ -107,8 +107,8 @@ def check(
 
 
 def _print_findings(file: Path, findings: Sequence[Finding], flashinfer: str, *, named: bool) -> None:
-    from synth.flashinfer.findings import summary
-    from synth.untrusted import printable
+    from synth.catalog.untrusted import printable
+    from synth.checking.findings import summary
 
     if not findings:
         click.echo(f"{file}: nothing found; FlashInfer {flashinfer} can use every entry")
@@ -122,10 +122,10 @@ def _print_findings(file: Path, findings: Sequence[Finding], flashinfer: str, *,
 
 def _denied(gpu: str, arch: str, flashinfer: str, own_measurements: Path | None) -> Denied:
     """Return the tactics that gave wrong numbers on a device, by quantization."""
-    from synth.catalog.tactics import QUANTS
-    from synth.denied import DENIED
-    from synth.measurements import Origin
-    from synth.paths import readable
+    from synth.catalog.paths import readable
+    from synth.catalog.schemes import QUANTS
+    from synth.timings.denied import DENIED
+    from synth.timings.measurements import Origin
 
     roots = readable("measurements", own_measurements)
     return {quant: DENIED.load(roots, Origin.make(gpu, arch, quant, flashinfer)) for quant in QUANTS}
@@ -155,7 +155,7 @@ def diff(
     file that names none. Times are those that the files state, and where there are any, of your timings and models.
     """
     from synth.catalog.devices import get_device
-    from synth.comparing import compare, record, with_times
+    from synth.checking.diff import compare, record, with_times
 
     found = compare(a, b, flashinfer=flashinfer, device=get_device(device).name if device else None)
     if found.differing:
@@ -171,10 +171,10 @@ def _times(
     found: Comparison, own_measurements: Path | None, own_models: Path | None
 ) -> tuple[dict[str, PerformanceModel], dict[str, Timings]]:
     """Return models and timings of the device that two files are for, by quantization; none for two devices."""
-    from synth.catalog.tactics import DEFAULT_FLASHINFER
-    from synth.measurements import Problem, load
-    from synth.paths import find_model, readable
+    from synth.catalog.paths import find_model, readable
+    from synth.flashinfer.tactics import DEFAULT_FLASHINFER
     from synth.performance.model import PerformanceModel
+    from synth.timings.measurements import Problem, load
 
     device = found.a.device
     if device is None or found.b.device != device:
@@ -196,10 +196,10 @@ def _times(
 
 
 def _print_comparison(found: Comparison, shown: int) -> None:
-    from synth.comparing import NEAR_TIE, drift, summarize, title
-    from synth.console import table
-    from synth.untrusted import printable
-    from synth.untrusted import shown as quoted
+    from synth.catalog.untrusted import printable
+    from synth.catalog.untrusted import shown as quoted
+    from synth.checking.diff import NEAR_TIE, drift, summarize, title
+    from synth.reporting.console import table
 
     for name, side in (("A", found.a), ("B", found.b)):
         how = " by the form of its keys" if side.guessed else ""

@@ -35,10 +35,10 @@ def contribute(
     description with the measured gains. Entries that are analytical, simulated, predicted or whose numbers were not
     compared are refused: each one is looked up in the measurements again.
     """
-    from synth.console import problems
-    from synth.contributing import REASONS, prepare, read_layer_times, write
-    from synth.paths import readable
+    from synth.catalog.paths import readable
+    from synth.checking.contribution import REASONS, prepare, read_layer_times, write
     from synth.reporting import report
+    from synth.reporting.console import problems
 
     measurements, models = readable("measurements", own_measurements), readable("models", own_models)
     bad: list[Any] = []

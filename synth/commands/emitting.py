@@ -17,7 +17,7 @@ from synth.errors import SynthError
 
 if TYPE_CHECKING:
     from synth.catalog.devices import Device
-    from synth.emitting import Emission, Source
+    from synth.choosing.emission import Emission, Source
     from synth.performance.routing import Routing
 
 
@@ -66,7 +66,7 @@ def emit(
 ) -> None:
     """Choose a tactic for every shape, stage and bucket, and write the config that FlashInfer loads."""
     from synth.catalog.devices import find_devices
-    from synth.emitting import output_paths, write
+    from synth.choosing.emission import output_paths, write
     from synth.performance.routing import Routing
 
     spread = Routing.parse(routing)
@@ -151,11 +151,11 @@ def _emit_one(
     _SkippedError
         When nothing is left to write.
     """
-    from synth.catalog.tactics import load_tables
-    from synth.console import progress
-    from synth.emitting import NothingToWriteError
-    from synth.emitting import emit as emit_config
-    from synth.flashinfer.contract import ENGINES, SERVER_MAX_TOKENS
+    from synth.choosing.emission import NothingToWriteError
+    from synth.choosing.emission import emit as emit_config
+    from synth.flashinfer.calls import ENGINES, SERVER_MAX_TOKENS
+    from synth.flashinfer.tactics import load_tables
+    from synth.reporting.console import progress
 
     quants = [t.quant for t in load_tables(flashinfer) if t.arch == device.tactics_arch]
     if not quants:
@@ -206,12 +206,12 @@ def _source(
     own_models: Path | None,
 ) -> Source | str:
     """Return what to choose by: the fitted model or else the analytic one, and timings; or why there is nothing."""
-    from synth.console import problems
-    from synth.denied import DENIED
-    from synth.emitting import Source, analytical_source
-    from synth.measurements import load
-    from synth.paths import find_model, readable
+    from synth.catalog.paths import find_model, readable
+    from synth.choosing.emission import Source, analytical_source
     from synth.performance.model import PerformanceModel
+    from synth.reporting.console import problems
+    from synth.timings.denied import DENIED
+    from synth.timings.measurements import load
 
     folders = readable("measurements", own_measurements)
     found: list[Any] = []
@@ -327,8 +327,8 @@ def _warn_of_analytical(emissions: Sequence[Emission], layer: Mapping[str, Any])
 
 
 def _print_emission(emission: Emission, path: Path) -> None:
-    from synth.console import table
-    from synth.sidecars import SOURCES, sidecar_path
+    from synth.configs.sidecar import SOURCES, sidecar_path
+    from synth.reporting.console import table
 
     table(
         f"{emission.device.name}: {path}",

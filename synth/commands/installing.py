@@ -13,8 +13,8 @@ import click
 from synth.errors import SynthError
 
 if TYPE_CHECKING:
-    from synth.installing import Installation, Removal
-    from synth.installing.placing import Change
+    from synth.servers.installing import Installation, Removal
+    from synth.servers.placing import Change
 
 #: Files that are printed, before the rest is only counted.
 _SHOWN = 16
@@ -38,7 +38,7 @@ def install(file: Path | None, engine: str, folder: Path | None, device: str | N
     those that the server tuned; the server's other entries stay. For FlashInfer they are written into its managed
     store, by the FlashInfer that is installed here. What was there is kept in .synth-install beside it.
     """
-    from synth import installing
+    from synth.servers import installing
 
     if undo:
         _print_removal(installing.uninstall(engine, folder=folder, dry_run=dry_run), dry_run)
@@ -51,7 +51,7 @@ def install(file: Path | None, engine: str, folder: Path | None, device: str | N
 
 
 def _print(done: Installation, file: Path, dry_run: bool) -> None:
-    from synth.installing.placing import KEPT
+    from synth.servers.placing import KEPT
 
     if done.analytical:
         replaced = max((m.replaced for m in done.merged.values()), default=0)

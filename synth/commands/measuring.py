@@ -76,16 +76,16 @@ def collect(
     """
     import dataclasses
 
-    from synth.catalog.tactics import load_tables
+    from synth.catalog.paths import find_model, readable, user_folder
+    from synth.choosing.anchors import with_anchors
+    from synth.choosing.plan import Layer, make_plan, summarize
+    from synth.choosing.rounds import decide_by_rounds
     from synth.collecting import GPU_RUNNER, RichReporter, find_gpus, simulated_runner
     from synth.collecting import collect as run
-    from synth.console import plan_summary
-    from synth.measurements import load
-    from synth.paths import find_model, readable, user_folder
+    from synth.flashinfer.tactics import load_tables
     from synth.performance.model import PerformanceModel, predictor
-    from synth.planning import Layer, make_plan, summarize
-    from synth.planning.anchors import with_anchors
-    from synth.planning.rounds import decide_by_rounds
+    from synth.reporting.console import plan_summary
+    from synth.timings.measurements import load
 
     if full + (budget is not None) + (fraction is not None) > 1:
         raise SynthError("give one of --budget, --fraction and --full")
@@ -157,7 +157,7 @@ def collect(
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(done), indent=1, default=str))
     else:
-        from synth.console import collect_summary
+        from synth.reporting.console import collect_summary
 
         collect_summary(done)
     if done.outcome == "failed":
@@ -176,7 +176,7 @@ def _starts(device: Device, quants: Iterable[str], flashinfer: str) -> dict[str,
     """Return what is believed of a device without timings, by quantization; nothing where too little is public."""
     from contextlib import suppress
 
-    from synth.analytical import analytical_model
+    from synth.performance.analytical import analytical_model
 
     found = {}
     for quant in dict.fromkeys(quants):
@@ -236,16 +236,16 @@ def verify(
     wrong is denied on this device and FlashInfer version, and the layer is chosen anew. `synth emit` uses the timings
     and the denied tactics at once. Exit 1 when a chosen tactic's numbers were wrong.
     """
-    from synth.catalog.tactics import load_tables
+    from synth.catalog.paths import find_model, readable, shipped, user_folder
+    from synth.choosing.plan import Layer
     from synth.collecting import GPU_RUNNER, RichReporter, SilentReporter, duration, find_gpus, simulated_runner
-    from synth.console import problems, standings, verification
-    from synth.flashinfer.contract import token_buckets
-    from synth.numbers import ComparatorSpec
-    from synth.paths import find_model, readable, shipped, user_folder
+    from synth.collecting.numbers import ComparatorSpec
+    from synth.collecting.verifying import gpu_comparator, outlook, report
+    from synth.collecting.verifying import verify as run
+    from synth.flashinfer.buckets import token_buckets
+    from synth.flashinfer.tactics import load_tables
     from synth.performance.model import PerformanceModel
-    from synth.planning import Layer
-    from synth.verifying import gpu_comparator, outlook, report
-    from synth.verifying import verify as run
+    from synth.reporting.console import problems, standings, verification
 
     if wrong and not simulate:
         raise SynthError("--wrong goes with --simulate")
@@ -287,7 +287,7 @@ def verify(
     done = []
     bad: list[Any] = []
     for one in layers:
-        comparator = ComparatorSpec("synth.numbers:SimulatedComparator", {"wrong": wrong}) if simulate else None
+        simulated = ComparatorSpec("synth.collecting.numbers:SimulatedComparator", {"wrong": wrong})
         result = run(
             one,
             loaded[one.quant],
@@ -299,7 +299,7 @@ def verify(
             pass_=pass_,
             runner=spec,
             simulated=simulate,
-            comparator=None if no_numbers else comparator or gpu_comparator(one),
+            comparator=None if no_numbers else simulated if simulate else gpu_comparator(one),
             gpus=cards,
             reporter=SilentReporter if as_json else RichReporter,
             problems=bad,
@@ -339,9 +339,9 @@ def measurements_add(
 ) -> None:
     """Add FILES to your measurements: a collect journal, a measurements file, or a flat table (csv, csv.gz)."""
     from synth.catalog.devices import get_device
+    from synth.catalog.paths import user_folder
     from synth.collecting import add_file
-    from synth.console import problems
-    from synth.paths import user_folder
+    from synth.reporting.console import problems
 
     found = get_device(device)
     root = own_measurements or user_folder("measurements")
@@ -358,8 +358,8 @@ def measurements_add(
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder for the merged file.")
 def measurements_merge(files: tuple[Path, ...], output: Path) -> None:
     """Merge measurements FILES of one shape; refuses mixed devices, versions, quantizations and timing policies."""
-    from synth.console import problems
-    from synth.measurements import merge, read, write
+    from synth.reporting.console import problems
+    from synth.timings.measurements import merge, read, write
 
     bad: list[Any] = []
     merged = merge([read(file, bad) for file in files])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from synth.catalog.tactics import QUANTS
+from synth.catalog.schemes import QUANTS
 from synth.commands.options import flashinfer_option, folders, json_option, load_timings
 from synth.errors import SynthError
 
@@ -18,11 +18,11 @@ from synth.errors import SynthError
 @folders
 def fit(device: str | None, quant: str | None, own_measurements: Path | None, own_models: Path | None) -> None:
     """Fit every device and quantization in the measurements into a model, and print its held-out regret."""
-    from synth.console import progress, regrets
-    from synth.fitting import fit as fit_one
-    from synth.fitting import save
-    from synth.learning import workers
-    from synth.paths import user_folder
+    from synth.catalog.paths import user_folder
+    from synth.choosing.learning import workers
+    from synth.performance.fitting import fit as fit_one
+    from synth.performance.fitting import save
+    from synth.reporting.console import progress, regrets
 
     folder = own_models or user_folder("models")
     tables = load_timings(own_measurements, device, quant)
@@ -106,9 +106,9 @@ def evaluate(
 ) -> None:
     """Measure on shapes held out: the regret of the choices, what timings are worth, how true the doubt is."""
     from synth.catalog.devices import get_device
-    from synth.console import problems, progress, regrets, shape_regrets, study
-    from synth.evaluating import against_table, held_out, plot, report
-    from synth.paths import readable
+    from synth.catalog.paths import readable
+    from synth.choosing.evaluating import against_table, held_out, plot, report
+    from synth.reporting.console import problems, progress, regrets, shape_regrets, study
 
     if (against is not None) + (evidence is not None) + transfer > 1:
         raise SynthError("give one of --against, --evidence and --transfer")
@@ -118,7 +118,7 @@ def evaluate(
     if learning_curve and (quick or against is not None):
         raise SynthError("--learning-curve needs the sweeps replayed; leave out --quick and --against")
     if learning_curve:
-        from synth.plotting import check
+        from synth.choosing.plotting import check
 
         check()
     results = []
@@ -156,10 +156,10 @@ def _evaluate_analytical(
     import dataclasses
 
     from synth.catalog.devices import get_device
-    from synth.console import evidence_tables, progress, transfer_tables
+    from synth.reporting.console import evidence_tables, progress, transfer_tables
 
     if evidence is not None:
-        from synth.evidence import evaluate as judge
+        from synth.choosing.evidence import evaluate as judge
 
         with progress("fitting halves") as report:
             found = judge(evidence, report)
@@ -168,7 +168,7 @@ def _evaluate_analytical(
         else:
             evidence_tables(found)
         return
-    from synth.transferring import transfers
+    from synth.choosing.transferring import transfers
 
     tables = load_timings(own_measurements, get_device(device).name, None, flashinfer)
     if len(tables) < 2:

@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from synth.catalog.schemes import QUANTS
 from synth.catalog.shapes import ACTIVATIONS
-from synth.catalog.tactics import DEFAULT_FLASHINFER, QUANTS
 from synth.errors import SynthError
+from synth.flashinfer.tactics import DEFAULT_FLASHINFER
 
 if TYPE_CHECKING:
     from synth.catalog.devices import Device
     from synth.catalog.shapes import Deployment, Model
-    from synth.measurements import Timings
+    from synth.timings.measurements import Timings
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -127,9 +128,9 @@ def load_timings(
     own: Path | None, device: str | None, quant: str | None, flashinfer: str | None = None
 ) -> list[Timings]:
     from synth.catalog.devices import get_device
-    from synth.console import problems
-    from synth.measurements import load
-    from synth.paths import readable
+    from synth.catalog.paths import readable
+    from synth.reporting.console import problems
+    from synth.timings.measurements import load
 
     found: list[Any] = []
     folders = readable("measurements", own)

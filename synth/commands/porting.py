@@ -36,13 +36,13 @@ def port(
     have the same shapes; --model, --config or --hidden … and --quant say which layers the file is for.
     """
     from synth.catalog.devices import get_device
-    from synth.catalog.tactics import QUANTS
-    from synth.emitting import output_paths, write
-    from synth.flashinfer.contract import contract_for
-    from synth.flashinfer.formats import read
-    from synth.porting import REASONS, gpu_of
-    from synth.porting import port as run
-    from synth.sidecars import read as read_sidecar
+    from synth.catalog.schemes import QUANTS
+    from synth.choosing.emission import output_paths, write
+    from synth.configs.formats import read
+    from synth.configs.porting import REASONS, gpu_of
+    from synth.configs.porting import port as run
+    from synth.configs.sidecar import read as read_sidecar
+    from synth.flashinfer.versions import contract_for
 
     contract_for(to)
     config = read(file)

@@ -38,12 +38,12 @@ def report(
     tactic was chosen where, and which outputs were compared; and of each figure from how many entries it is, and
     whether it was measured.
     """
-    from synth.console import problems, progress
+    from synth.catalog.files import write_atomically
+    from synth.catalog.paths import readable
+    from synth.choosing.learning import workers
     from synth.errors import SynthError
-    from synth.files import write_atomically
-    from synth.learning import workers
-    from synth.paths import readable
     from synth.reporting import report as make
+    from synth.reporting.console import problems, progress
 
     path = output or file.with_name(f"{file.name}.html")
     if path.is_dir():

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 
-from synth.catalog.tactics import Tactic, TacticTable, load_tables
 from synth.errors import SynthError
-from synth.flashinfer.contract import SIGNATURES, ParsedKey, served_id
+from synth.flashinfer.calls import SIGNATURES
+from synth.flashinfer.keys import Key
+from synth.flashinfer.tactics import Tactic, TacticTable, load_tables
+from synth.flashinfer.versions import served_id
 
 #: Values in one element of x and of the weights → quantizations that pack them so.
 _PACKED = {
@@ -15,12 +17,12 @@ _PACKED = {
 }
 
 
-def quants_of(key: ParsedKey, flashinfer: str) -> tuple[str, ...]:
+def quants_of(key: Key, flashinfer: str) -> tuple[str, ...]:
     """Return the quantizations that a key may be of; keys without extras tell no more than how values are packed.
 
     Parameters
     ----------
-    key : ParsedKey
+    key : Key
         With five shapes.
     """
     try:
@@ -30,13 +32,13 @@ def quants_of(key: ParsedKey, flashinfer: str) -> tuple[str, ...]:
     return (quant,) if quant is not None else ()
 
 
-def packing(key: ParsedKey) -> tuple[int, int]:
+def packing(key: Key) -> tuple[int, int]:
     """Return how many values one element of x and one of the weights hold, by the shapes; 0 where they don't fit."""
     (_, x_columns), (_, _, k1), _, (_, hidden, _), _ = key.shapes
     return tuple(hidden // n if n > 0 and hidden % n == 0 else 0 for n in (x_columns, k1))  # type: ignore[return-value]
 
 
-def tables_of(key: ParsedKey, flashinfer: str, arch: str | None) -> tuple[TacticTable, ...]:
+def tables_of(key: Key, flashinfer: str, arch: str | None) -> tuple[TacticTable, ...]:
     """Return the tables that a key's id may be of, under an architecture or under any; none where none is known."""
     fused = True
     if key.extras:

@@ -14,10 +14,10 @@ import numpy as np
 
 from synth.catalog.shapes import family_of
 from synth.errors import SynthError
-from synth.measurements import Timings, times_by_bucket
 from synth.performance.geometry import Floats, Ints, least_by
 from synth.performance.model import Cells, PerformanceModel, Prediction
 from synth.performance.ties import pick, tie_order
+from synth.timings.measurements import Timings, times_by_bucket
 
 T = TypeVar("T")
 

@@ -19,8 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
+from synth.catalog.schemes import STAGES
 from synth.catalog.shapes import MoEShape
-from synth.catalog.tactics import STAGES, TacticTable
+from synth.flashinfer.tactics import TacticTable
 from synth.performance.geometry import Floats, Ints, Sites, sites
 from synth.performance.roofline import Hardware, Roofline, Work, modelled_ms, rounded, tactic_columns, work
 from synth.performance.routing import Routing

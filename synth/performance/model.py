@@ -24,18 +24,19 @@ import numpy as np
 from numpy.typing import NDArray
 from sklearn.ensemble import ExtraTreesRegressor
 
-from synth import untrusted
+from synth.catalog import untrusted
 from synth.catalog.devices import Device, get_device
-from synth.catalog.legality import runnable_ids, smem_block_bytes
+from synth.catalog.files import write_atomically
+from synth.catalog.schemes import STAGES
 from synth.catalog.shapes import MoEShape
-from synth.catalog.tactics import STAGES, Tactic, TacticTable, load_table
 from synth.errors import SynthError
-from synth.files import write_atomically
-from synth.measurements import Origin, Timings, digest
+from synth.flashinfer.legality import runnable_ids, smem_block_bytes
+from synth.flashinfer.tactics import Tactic, TacticTable, load_table
 from synth.performance.forest import LEAF, Forest
 from synth.performance.geometry import EXTENTS, Floats, Ints, Sites, least_by, sites
 from synth.performance.roofline import DEFAULTS, Hardware, Roofline, TacticColumns, Work, tactic_columns, work
 from synth.performance.routing import UNIFORM, Routing
+from synth.timings.measurements import Origin, Timings, digest
 
 #: Version of the model file and of the features; a file of another one has to be fitted again.
 FORMAT = 3
@@ -683,7 +684,7 @@ def _features(
 
 
 def swept_buckets(timings: Timings, keys: Ints, bucket: Ints) -> NDArray[np.bool_]:
-    """Return which of the buckets of :meth:`synth.measurements.Timings.buckets` were swept, shape (buckets,).
+    """Return which of the buckets of :meth:`synth.timings.measurements.Timings.buckets` were swept, shape (buckets,).
 
     A bucket is swept where nearly all tactics that can run on its shape were timed.
     """

@@ -21,13 +21,13 @@ import numpy as np
 from numpy.polynomial.hermite_e import hermegauss
 from numpy.typing import NDArray
 
-from synth.catalog.legality import runnable_ids, smem_block_bytes
+from synth.catalog.schemes import STAGES
 from synth.catalog.shapes import MoEShape
-from synth.catalog.tactics import STAGES
-from synth.measurements import Timings
+from synth.flashinfer.legality import runnable_ids, smem_block_bytes
 from synth.performance.geometry import Floats, Ints, least_by
 from synth.performance.model import Cells, PerformanceModel
 from synth.performance.roofline import TacticColumns
+from synth.timings.measurements import Timings
 
 #: Tactics predicted within this logarithm of their bucket's best are candidates …
 _REACH = 0.12

@@ -17,8 +17,8 @@ from scipy.optimize import least_squares
 from scipy.special import expit, ndtr
 
 from synth.catalog.devices import Device
-from synth.catalog.tactics import TacticTable
 from synth.errors import SynthError
+from synth.flashinfer.tactics import TacticTable
 from synth.performance.geometry import EXTENTS, Floats, Ints, Sites
 
 #: Bytes per element: activations, weights (block scales counted), and the bytes per element that tile K counts in.

@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from synth import untrusted
+from synth.catalog import untrusted
 from synth.errors import SynthError
 
 Floats = NDArray[np.float64]

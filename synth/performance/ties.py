@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from synth.catalog.tactics import TacticTable
+from synth.flashinfer.tactics import TacticTable
 from synth.performance.geometry import Floats, Ints, least_by
 
 #: Tactics within this share of the best are ties: repeats of one timing differ by more (0.4 % in the median).

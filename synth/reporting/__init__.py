@@ -7,12 +7,12 @@ from concurrent.futures import Executor
 from pathlib import Path
 
 from synth.errors import SynthError
-from synth.measurements import Problem
 from synth.reporting import trust
 from synth.reporting.behind import Behind
 from synth.reporting.facts import load
 from synth.reporting.observed import observe
 from synth.reporting.page import render
+from synth.timings.measurements import Problem
 
 #: Shapes of each quantization in the map of tactics.
 MAP_SHAPES = 24
@@ -51,7 +51,7 @@ def report(
     progress : callable, optional
         Called with the steps done and the steps in all, once a quantization from the start, while figures are computed.
     pool : Executor, optional
-        Where families are held out, see :func:`synth.learning.workers`; two threads if not given.
+        Where families are held out, see :func:`synth.choosing.choose.learning.workers`; two threads if not given.
 
     Raises
     ------

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from synth.catalog.tactics import STAGES, Tactic
+from synth.catalog.schemes import STAGES
+from synth.flashinfer.tactics import Tactic
 from synth.reporting.behind import Behind, kind_of, label, loud
 from synth.reporting.facts import Choice, Facts
 from synth.reporting.markup import Child, Markup, boxed, count, counted, el, join, milliseconds, p, table, times

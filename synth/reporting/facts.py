@@ -9,13 +9,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from synth import sidecars
 from synth.catalog.devices import Device, get_device
+from synth.catalog.schemes import QUANTS, STAGES
 from synth.catalog.shapes import MoEShape
-from synth.catalog.tactics import QUANTS, STAGES, Tactic, TacticTable, load_table
+from synth.configs import sidecar as sidecars
+from synth.configs.formats import ConfigFile, read
 from synth.errors import SynthError
-from synth.flashinfer.contract import ParsedKey, contract_for, parse_file_key
-from synth.flashinfer.formats import ConfigFile, read
+from synth.flashinfer.keys import Key, parse_key
+from synth.flashinfer.tactics import Tactic, TacticTable, load_table
+from synth.flashinfer.versions import contract_for
 from synth.reporting.markup import foreign
 
 #: Longest text of a shape or a tactic that is parsed.
@@ -41,7 +43,7 @@ class Choice:
     fused : bool
         For servers that let gemm2 fuse the finalize step.
     source : str
-        One of :data:`synth.sidecars.SOURCES`; ``"unknown"`` without a sidecar.
+        One of :data:`synth.configs.sidecar.SOURCES`; ``"unknown"`` without a sidecar.
     written : bool
         It is in the config; else it is left out.
     keys : int
@@ -287,7 +289,7 @@ def _choices_of_keys(config: ConfigFile, arch: str, flashinfer: str) -> tuple[tu
     found = []
     for entry in config.entries:
         try:
-            key = parse_file_key(entry.key)
+            key = parse_key(entry.key)
         except SynthError:
             continue
         if key.stage is None or not 0 < key.bucket <= _MOST_TOKENS:
@@ -316,7 +318,7 @@ def _choices_of_keys(config: ConfigFile, arch: str, flashinfer: str) -> tuple[tu
     return tuple(found), len(config.raw) - len(found)
 
 
-def _meaning(key: ParsedKey, flashinfer: str) -> tuple[str, str, bool]:
+def _meaning(key: Key, flashinfer: str) -> tuple[str, str, bool]:
     """Return quantization, shape and whether the finalize step is fused, as far as a key tells them."""
     try:
         named = key.named(flashinfer)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from synth.catalog.tactics import STAGES
+from synth.catalog.schemes import STAGES
 from synth.reporting import svg
 from synth.reporting.behind import GAINS, Behind, curve, figure, geomean, kind_of, loud, tokens_axis
 from synth.reporting.facts import Choice

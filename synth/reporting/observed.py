@@ -11,17 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from synth.agreed import Agreement, load_agreed
 from synth.catalog.shapes import MoEShape
-from synth.catalog.tactics import Tactic, TacticTable
-from synth.denied import DENIED, Denial
 from synth.errors import SynthError
-from synth.measurements import Problem, ShapeTimings, Timings, combine, load_shapes, times_by_bucket
+from synth.flashinfer.tactics import Tactic, TacticTable
 from synth.performance.evaluation import Evaluation, Judge
 from synth.performance.geometry import Floats
 from synth.performance.model import swept_buckets
 from synth.reporting.facts import Choice, Facts
 from synth.reporting.markup import foreign
+from synth.timings.agreed import Agreement, load_agreed
+from synth.timings.denied import DENIED, Denial
+from synth.timings.measurements import Problem, ShapeTimings, Timings, combine, load_shapes, times_by_bucket
 
 #: Times of six digits that differ by less are equal.
 _EQUAL = 2e-5

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from synth.catalog.devices import Device
+from synth.configs.sidecar import SOURCES
 from synth.reporting import svg
 from synth.reporting.behind import ORIGINS, Behind, figure, no_timings
 from synth.reporting.facts import Choice, Facts, Origin
 from synth.reporting.markup import NBSP, Child, Markup, count, counted, el, foreign, join, p, pairs, table, whole
 from synth.reporting.observed import Conditions, Observed
-from synth.sidecars import SOURCES
 
 _CONDITIONS = (
     "source of the timings", "driver", "CUDA", "torch", "date",

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from synth.configs.sidecar import SOURCES
 from synth.performance.calibration import Reliability
 from synth.performance.evaluation import Evaluation
 from synth.reporting import svg
@@ -14,7 +15,6 @@ from synth.reporting.behind import ORIGINS, SUMMARY, Behind, Curve, curve, figur
 from synth.reporting.facts import Choice
 from synth.reporting.markup import Markup, count, counted, el, foreign, join, p, percent, regret, table, whole
 from synth.reporting.trust import Computed
-from synth.sidecars import SOURCES
 
 #: Bounds of stated probabilities that are counted together, and what they are called.
 _EDGES = (0.5, 0.7, 0.8, 0.9, 0.95, 0.99)

@@ -15,7 +15,6 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from synth.catalog.shapes import family_of
-from synth.measurements import Timings, digest
 from synth.performance.calibration import Reliability, corrected, correction, cross_fitted
 from synth.performance.evaluation import Calibration, Evaluation, baselines, calibrate
 from synth.performance.geometry import Floats
@@ -23,6 +22,7 @@ from synth.performance.model import PerformanceModel
 from synth.performance.posterior import NEAR
 from synth.reporting.facts import Facts
 from synth.reporting.markup import foreign
+from synth.timings.measurements import Timings, digest
 
 #: Choices held out that are listed as the worst.
 _WORST = 10
@@ -114,7 +114,7 @@ def models(facts: Facts, folders: Sequence[Path]) -> dict[str, Model]:
     SynthError
         When a model is damaged.
     """
-    from synth.paths import find_model
+    from synth.catalog.paths import find_model
 
     found: dict[str, Model] = {}
     if facts.device is None or not facts.flashinfer:
@@ -163,7 +163,7 @@ def compute(
     SynthError
         When only one family was timed.
     """
-    from synth.fitting import hold_out
+    from synth.performance.fitting import hold_out
 
     found = hold_out(timings, progress, pool)
     judge = found.judge

@@ -8,8 +8,9 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from synth.catalog.devices import find_devices, get_device, load_devices, slug
-from synth.catalog.tactics import QUANTS, load_tables
+from synth.catalog.schemes import QUANTS
 from synth.errors import SynthError
+from synth.flashinfer.tactics import load_tables
 
 # What torch.cuda.get_device_name reports.
 NAMES = [

@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from synth.catalog.padding import ENGINE_NAMES, PADDINGS, Padding, engines_that_pad, find_padding, round_up
+from synth.catalog.schemes import QUANTS
 from synth.catalog.shapes import MoEShape, engine_shape, padded_shape, why_unsupported
-from synth.catalog.tactics import QUANTS
-from synth.flashinfer.contract import ENGINES
+from synth.flashinfer.calls import ENGINES
 
 SIZES = st.integers(1, 20000)
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from synth.catalog import shapes
+from synth.catalog.schemes import QUANTS
 from synth.catalog.shapes import (
     ACTIVATIONS,
     Model,
@@ -23,7 +24,6 @@ from synth.catalog.shapes import (
     padded_shape,
     select,
 )
-from synth.catalog.tactics import QUANTS
 from synth.errors import SynthError, UnsupportedShapeError
 
 SHAPES = st.builds(

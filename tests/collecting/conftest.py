@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 from made_up import BUCKETS, DEVICE, FAILING, LARGE, SMALL
 
-from synth.catalog.tactics import STAGES, load_table
+from synth.catalog.schemes import STAGES
 from synth.collecting import InlinePool, RunnerSpec, simulated_runner
-from synth.measurements import Origin, Row, ShapeTimings, write
+from synth.flashinfer.tactics import load_table
+from synth.timings.measurements import Origin, Row, ShapeTimings, write
 
 
 @pytest.fixture(scope="session")

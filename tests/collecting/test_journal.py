@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_up import DEVICE, LARGE, SMALL
 
-from synth.catalog.tactics import load_table
 from synth.collecting.journal import Entry, Head, Journal, JournalError, read_journal
 from synth.errors import SynthError
-from synth.measurements import DEFAULT_POLICY, Row
+from synth.flashinfer.tactics import load_table
+from synth.timings.measurements import DEFAULT_POLICY, Row
 
 HEAD = Head("r", "p", (SMALL, LARGE), DEVICE, "sm90", "0.7.4", dict(DEFAULT_POLICY), True, {"driver": "580"}, "today")
 IDS = {stage: load_table("sm90", "bf16").ids(stage) for stage in (1, 2)}

@@ -16,6 +16,7 @@ from made_up import LARGE, SMALL, small_plan
 from test_running import Listener, all_keys, keys
 
 import synth
+from synth.choosing.plan import Cell
 from synth.collecting import (
     Fault,
     Limits,
@@ -29,7 +30,6 @@ from synth.collecting import (
 )
 from synth.collecting.pools import visible_name
 from synth.errors import SynthError
-from synth.planning import Cell
 
 CELL = (1, 64, 7)
 
@@ -111,7 +111,7 @@ if __name__ == "__main__":
 
 def start(table: Path, journal: Path, script: Path) -> subprocess.Popen[str]:
     script.write_text(SCRIPT)
-    here = Path(__file__).parent
+    here = Path(__file__).parents[1] / "support"
     root = Path(synth.__file__).parent.parent
     return subprocess.Popen(
         [sys.executable, str(script), str(table), str(journal), str(here)],

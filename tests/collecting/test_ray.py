@@ -11,9 +11,9 @@ from made_up import LARGE, SMALL, small_plan
 from test_running import Listener, all_keys, keys
 
 import synth
+from synth.choosing.plan import Cell
 from synth.collecting import GPU_RUNNER, Progress, collect, read_journal, simulated_runner
 from synth.errors import SynthError
-from synth.planning import Cell
 
 ray: Any = pytest.importorskip("ray", reason="Ray isn't installed (extra 'ray')")
 

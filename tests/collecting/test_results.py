@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from made_up import DEVICE, SMALL, small_plan
 
-from synth.catalog.tactics import load_table
 from synth.collecting import InlinePool, RunnerSpec, add_file, collect, journal_to_measurements
 from synth.errors import SynthError
-from synth.measurements import load_shapes
+from synth.flashinfer.tactics import load_table
+from synth.timings.measurements import load_shapes
 
 
 def run(spec: RunnerSpec, journal: Path, **options: object) -> Path:

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from made_up import DEVICE, FAILING, LARGE, SMALL, small_plan
 
+from synth.choosing.picks import Pick, Seen
+from synth.choosing.plan import Cell, Plan, PlanSummary, estimate_memory, timing_seconds
 from synth.collecting import (
     CollectSummary,
     Fault,
@@ -27,9 +29,7 @@ from synth.collecting import (
 )
 from synth.collecting import worker as worker_module
 from synth.errors import SynthError
-from synth.measurements import load_shapes
-from synth.planning import Cell, Plan, PlanSummary, estimate_memory, timing_seconds
-from synth.planning.picks import Pick, Seen
+from synth.timings.measurements import load_shapes
 
 Key = tuple[int, int, int, int, int]
 

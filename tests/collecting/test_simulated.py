@@ -9,11 +9,11 @@ import pytest
 from made_up import DEVICE, FAILING, SMALL, small_plan
 from rich.console import Console
 
+from synth.choosing.plan import timing_seconds
 from synth.collecting import Fault, InlinePool, RichReporter, SimulatedRunner, TacticError, collect, simulated_runner
 from synth.collecting.reporters import duration
 from synth.errors import SynthError
-from synth.measurements import load_shapes
-from synth.planning import timing_seconds
+from synth.timings.measurements import load_shapes
 
 
 def runner(table: Path, **options: object) -> SimulatedRunner:

@@ -11,32 +11,25 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from synth.catalog import shapes as catalogue
+from synth.catalog.schemes import QUANTS, STAGES
 from synth.catalog.shapes import Deployment, MoEShape
-from synth.catalog.tactics import QUANTS, STAGES, known_versions, load_table, load_tables
 from synth.errors import SynthError
-from synth.flashinfer import contract
-from synth.flashinfer.contract import (
-    ACTIVATION_TYPES,
-    ACTIVATIONS,
+from synth.flashinfer import versions
+from synth.flashinfer.buckets import is_grid_bucket, map_to_bucket, next_power_of_2, token_buckets
+from synth.flashinfer.calls import ACTIVATION_TYPES, ACTIVATIONS, ENGINES, SIGNATURES, signatures
+from synth.flashinfer.keys import file_keys, parse_key
+from synth.flashinfer.reachability import unreachable
+from synth.flashinfer.tactics import known_versions, load_table, load_tables
+from synth.flashinfer.versions import (
     CONTRACTS,
-    ENGINES,
     METADATA_KEYS,
     POLICY,
-    SIGNATURES,
     build_metadata,
     contract_for,
     entry_id,
-    file_keys,
-    is_grid_bucket,
-    map_to_bucket,
-    next_power_of_2,
-    parse_file_key,
     served_id,
-    signatures,
-    token_buckets,
-    unreachable,
 )
-from synth.flashinfer.replay import StubbedFlashInfer, stubbed_gpu
+from synth.gpu.replay import StubbedFlashInfer, stubbed_gpu
 
 NVFP4_TP8 = Deployment("deepseek-v3", 8, 1, "nvfp4", "swiglu", False, MoEShape(7168, 256, 256, 8))
 
@@ -186,13 +179,13 @@ def test_flashinfers_own_bundled_keys_are_the_old_form() -> None:
 
     import flashinfer
 
-    from synth.flashinfer.formats import read
+    from synth.configs.formats import read
 
     folder = Path(flashinfer.__file__).parent / "tuning_configs"
     keys = read(folder / "v0_1_trtllm_fused_moe_NVIDIA_B200.py").raw
     key = file_keys(NVFP4_TP8, "vllm", 128, 1, "sm100", "0.6.12")[0]
     assert key in keys
-    assert unreachable(parse_file_key(key), "0.6.12") is None
+    assert unreachable(parse_key(key), "0.6.12") is None
 
 
 # ---- without FlashInfer ------------------------------------------------------------------------------------
@@ -212,7 +205,7 @@ def test_every_engine_has_a_call_for_every_quantization_and_names_its_source() -
 @given(d=deployments(), engine=st.sampled_from(ENGINES), stage=st.sampled_from([1, 2]), bucket=st.integers(1, 40_000))
 def test_keys_parse_back(d: Deployment, engine: str, stage: int, bucket: int) -> None:
     for text in file_keys(d, engine, bucket, stage, "sm90"):
-        key = parse_file_key(text)
+        key = parse_key(text)
         assert (key.stage, key.bucket, key.rendered) == (stage, bucket, text)
         assert (key.shape(), key.quant()) == (d.shape, d.quant)
         assert unreachable(key, arch="sm90") is None
@@ -221,7 +214,7 @@ def test_keys_parse_back(d: Deployment, engine: str, stage: int, bucket: int) ->
 
 def test_keys_of_versions_with_ranks_cover_every_rank() -> None:
     d = Deployment("any", 2, 4, "bf16", "swiglu", False, MoEShape(2048, 512, 16, 8, 4))
-    keys = [parse_file_key(k) for k in file_keys(d, "vllm", 64, 2, "sm90", "0.7.1")]
+    keys = [parse_key(k) for k in file_keys(d, "vllm", 64, 2, "sm90", "0.7.1")]
     ranks = {(k.named("0.7.1")["tp_rank"], k.named("0.7.1")["ep_rank"]) for k in keys}
     assert ranks == {(t, e) for t in range(2) for e in range(4)}
     assert len(keys) == 8
@@ -248,7 +241,7 @@ def test_the_next_power_of_2_is_the_smallest(tokens: int) -> None:
 
 
 def test_versions_are_in_order_without_overlap() -> None:
-    spans = [(contract._release(c.first), contract._release(c.last)) for c in CONTRACTS]
+    spans = [(versions._release(c.first), versions._release(c.last)) for c in CONTRACTS]
     assert all(first <= last for first, last in spans)
     assert all(a[1] < b[0] for a, b in itertools.pairwise(spans))
     assert contract_for("0.6.7.post3") is CONTRACTS[1]
@@ -314,14 +307,14 @@ def test_unknown_versions_are_refused(version: str) -> None:
 )
 def test_what_is_no_key_is_refused_in_one_line(text: str) -> None:
     with pytest.raises(SynthError) as e:
-        parse_file_key(text)
+        parse_key(text)
     assert "\n" not in str(e.value)
 
 
 @given(st.text(max_size=80))
 def test_any_text_is_a_key_or_an_error(text: str) -> None:
     try:
-        parse_file_key(text)
+        parse_key(text)
     except SynthError:
         pass
     else:
@@ -359,7 +352,7 @@ def mutated(old: str, new: str) -> str:
     ],
 )
 def test_a_key_with_one_wrong_field_is_never_looked_up(old: str, new: str, code: str) -> None:
-    why = unreachable(parse_file_key(mutated(old, new)), arch="sm120")
+    why = unreachable(parse_key(mutated(old, new)), arch="sm120")
     assert why is not None
     assert why.code == code
 

@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from synth.catalog.shapes import MoEShape, family_of
-from synth.catalog.tactics import load_table
 from synth.errors import SynthError
-from synth.measurements import Origin, Row, ShapeTimings, Timings, combine
+from synth.flashinfer.tactics import load_table
 from synth.performance import evaluation
 from synth.performance.evaluation import (
     Calibration,
@@ -24,6 +23,7 @@ from synth.performance.evaluation import (
 )
 from synth.performance.model import Cells, PerformanceModel, Prediction
 from synth.performance.ties import TIE
+from synth.timings.measurements import Origin, Row, ShapeTimings, Timings, combine
 
 H200 = Origin.make("NVIDIA H200", "sm90", "bf16")
 TABLE = load_table("sm90", "bf16")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from synth.catalog.devices import get_device
 from synth.catalog.shapes import MoEShape
-from synth.catalog.tactics import load_table
+from synth.flashinfer.tactics import load_table
 from synth.performance.geometry import sites
 from synth.performance.layers import LayerModel, LayerTimes, _of_a_rank_with_rows
 from synth.performance.model import Cells

@@ -20,12 +20,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from synth.catalog.shapes import MoEShape, family_of
-from synth.catalog.tactics import load_table
-from synth.choosing import choose
+from synth.choosing.choose import choose
 from synth.errors import SynthError
-from synth.measurements import Origin, Timings
+from synth.flashinfer.tactics import load_table
 from synth.performance.model import FEATURES, FORMAT, Cells, PerformanceModel
 from synth.performance.routing import UNIFORM, Routing
+from synth.timings.measurements import Origin, Timings
 
 ROOT = Path(__file__).parent.parent.parent
 OLMOE = MoEShape(2048, 1024, 64, 8)

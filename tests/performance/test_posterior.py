@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from synth.catalog.devices import get_device
 from synth.catalog.shapes import MoEShape
-from synth.catalog.tactics import load_table
-from synth.measurements import Timings
+from synth.flashinfer.tactics import load_table
 from synth.performance.model import Cells, PerformanceModel
 from synth.performance.posterior import (
     Posterior,
@@ -21,6 +20,7 @@ from synth.performance.posterior import (
     update,
 )
 from synth.performance.roofline import Hardware, tactic_columns
+from synth.timings.measurements import Timings
 
 OLMOE = MoEShape(2048, 1024, 64, 8)
 BUCKETS = (1, 16, 256, 2048)

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from synth.catalog.devices import Device, get_device, load_devices
+from synth.catalog.schemes import QUANTS, STAGES
 from synth.catalog.shapes import MoEShape, deployments, load_models
-from synth.catalog.tactics import QUANTS, STAGES, load_table, load_tables
-from synth.emitting import analytical_source, bucket_union
+from synth.choosing.emission import analytical_source, bucket_union
 from synth.errors import SynthError
-from synth.measurements import Timings
+from synth.flashinfer.tactics import load_table, load_tables
 from synth.performance.geometry import sites
 from synth.performance.model import Cells
 from synth.performance.roofline import (
@@ -26,6 +26,7 @@ from synth.performance.roofline import (
     tactic_columns,
     work,
 )
+from synth.timings.measurements import Timings
 
 H200 = Hardware.of(get_device("NVIDIA H200"), "bf16")
 TABLE = load_table("sm90", "bf16")

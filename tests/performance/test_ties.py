@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from synth.catalog.tactics import load_tables
+from synth.flashinfer.tactics import load_tables
 from synth.performance.ties import TIE, pick, tie_order
 
 

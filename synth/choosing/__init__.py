@@ -1,0 +1,1 @@
+"""Which tactic, and what to time next."""

@@ -1,0 +1,1 @@
+"""One config: read once from any of its forms, written, and turned into another config."""

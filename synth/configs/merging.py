@@ -1,0 +1,121 @@
+"""Putting synth's entries among those that a server has tuned, in the file that it keeps."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from synth.configs.formats import GENERATION, METADATA, RECORDS, ConfigFile
+from synth.errors import SynthError
+from synth.flashinfer.versions import contract_for
+
+
+@dataclass(frozen=True)
+class Merged:
+    """A server's file with a config's entries in it.
+
+    Attributes
+    ----------
+    data : bytes
+        The file.
+    added, replaced, same, kept : int
+        Entries of the config that were not there, that take the place of others, and that were there already; and
+        entries that are not the config's.
+    """
+
+    data: bytes
+    added: int
+    replaced: int
+    same: int
+    kept: int
+
+
+def merge(ours: ConfigFile, theirs: ConfigFile) -> Merged:
+    """Return `theirs` with the entries of `ours`, which win for the same key.
+
+    Metadata and all other entries stay as they are. The file is written in the form of FlashInfer's ``save_configs``:
+    metadata, then records of other producers, then the entries by key, then, where there was one, the hash of all
+    that.
+    """
+    entries = {**theirs.raw, **ours.raw}
+    data = render(theirs.metadata, entries, theirs.special)
+    there = [key for key in ours.raw if key in theirs.raw]
+    equal = sum(same(theirs.raw[key], ours.raw[key]) for key in there)
+    return Merged(data, len(ours.raw) - len(there), len(there) - equal, equal, len(entries) - len(ours.raw))
+
+
+def render(metadata: object, entries: Mapping[str, object], special: Mapping[str, object]) -> bytes:
+    """Return a file as FlashInfer 0.7.4's ``AutoTuner.save_configs`` writes it."""
+    content: dict[str, object] = {}
+    if metadata is not None:
+        content[METADATA] = metadata
+    if RECORDS in special:
+        content[RECORDS] = special[RECORDS]
+    content.update((key, entries[key]) for key in sorted(entries))
+    if GENERATION in special:
+        # vLLM counts it among the entries when it compares ranks, so that it may not come or go.
+        canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
+        content[GENERATION] = hashlib.sha256(canonical.encode()).hexdigest()
+    return json.dumps(content, indent=2).encode()
+
+
+def without(current: ConfigFile, previous: ConfigFile, original: ConfigFile | None) -> ConfigFile:
+    """Return `current` as if `previous` had never been merged into `original`.
+
+    An entry that is still the previous config's gives way to the original's, or goes where there was none. What a
+    server wrote since stays.
+    """
+    raw = dict(current.raw)
+    for key, value in previous.raw.items():
+        if key in raw and same(raw[key], value):
+            if original is not None and key in original.raw:
+                raw[key] = original.raw[key]
+            else:
+                del raw[key]
+    return ConfigFile(current.kind, current.metadata, raw, current.special)
+
+
+def check_metadata(path: Path, ours: ConfigFile, theirs_path: Path, theirs: ConfigFile) -> None:
+    """See that a config may go into a server's file: both are for the same environment.
+
+    A wildcard on either side fits everything, as in FlashInfer.
+
+    Raises
+    ------
+    SynthError
+        When they differ, or FlashInfer wouldn't read the server's file at all.
+    """
+    assert isinstance(ours.metadata, dict)
+    again = "start the server once more so that it writes a new one"
+    if not isinstance(theirs.metadata, dict):
+        raise SynthError(f"{theirs_path} has no _metadata that says what it was tuned on; {again}")
+    version = ours.metadata["flashinfer_version"]
+    keys = contract_for(version).metadata_keys
+    missing = [key for key in keys if key not in theirs.metadata]
+    if missing:
+        raise SynthError(f"{theirs_path}: its _metadata lacks {', '.join(missing)}, so FlashInfer ignores it; {again}")
+    differing = [
+        key for key in keys if ours.metadata.get(key) != theirs.metadata[key] and theirs.metadata[key] != "*"
+        and ours.metadata.get(key) != "*"
+    ]  # fmt: skip
+    if differing:
+        said = ", ".join(
+            f"{key} is {theirs.metadata[key]!r}, in {path} {ours.metadata.get(key)!r}" for key in differing
+        )
+        raise SynthError(f"{theirs_path}: {said}; {_way_out(path, differing, theirs.metadata)}")
+
+
+def _way_out(path: Path, differing: list[str], theirs: Mapping[str, object]) -> str:
+    if "gpu" in differing:
+        return f"tactics of one GPU aren't another's: synth emit --device \"{theirs['gpu']}\""
+    if "flashinfer_version" in differing:
+        return f"`synth port {path} --to {theirs['flashinfer_version']} -o OUT` rewrites it"
+    return "install in an environment with the same versions"
+
+
+def same(a: object, b: object) -> bool:
+    """Whether two values are the same JSON; 1, 1.0 and true are not, and as tactics they differ."""
+    return json.dumps(a, sort_keys=True) == json.dumps(b, sort_keys=True)

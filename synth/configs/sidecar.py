@@ -1,0 +1,216 @@
+"""The file beside a config that says of every choice where it comes from: `CONFIG.provenance.json`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from synth.catalog import untrusted
+from synth.errors import SynthError
+
+#: Where an entry comes from, the surest first.
+SOURCES = ("measured", "verified", "predicted", "analytical")
+#: The H200's sidecar for the whole catalogue has 19 MiB.
+_MAX_BYTES = 128 << 20
+_SUFFIX = ".provenance.json"
+
+
+@dataclass(frozen=True)
+class Record:
+    """One choice, as the sidecar has it.
+
+    Attributes
+    ----------
+    shape : str
+        The layer on one rank, as :class:`synth.catalog.shapes.MoEShape` writes it.
+    labels : tuple of str
+        Deployments that pass this layer, for example ``glm-5-tp8``.
+    quant : str
+    stage, bucket : int
+    fused_finalize : bool
+        The server lets gemm2 fuse the finalize step.
+    source : str
+        One of :data:`SOURCES`.
+    written : bool
+        The choice is in the config; else it is left out.
+    tactic, runner_up : str
+        The chosen tactic and the next one, as :class:`synth.flashinfer.tactics.Tactic` writes them.
+    ms, runner_up_ms, fallback_ms : float or None
+        Times of the two and of the fallback, in ms; measured or predicted as `source` says.
+    margin : float or None
+        ``runner_up_ms / ms - 1``.
+    expected_regret : float or None
+        As a share of the best time.
+    within_1, within_2 : float or None
+        Probability of being within 1 % and 2 % of the best.
+    candidates : int or None
+        Tactics that were compared.
+    keys : tuple of str
+        Every key that asks for this choice.
+    ported_from : str
+        FlashInfer version under which the choice was made, where it is another one; ``""`` else. Its source is then
+        never better than predicted.
+    """
+
+    shape: str
+    labels: tuple[str, ...]
+    quant: str
+    stage: int
+    bucket: int
+    fused_finalize: bool
+    source: str
+    written: bool
+    tactic: str
+    ms: float | None
+    runner_up: str
+    runner_up_ms: float | None
+    margin: float | None
+    fallback_ms: float | None
+    expected_regret: float | None
+    within_1: float | None
+    within_2: float | None
+    candidates: int | None
+    keys: tuple[str, ...]
+    ported_from: str = ""
+
+    @property
+    def gain(self) -> float | None:
+        """The fallback's time over the choice's, None where one isn't known."""
+        return self.fallback_ms / self.ms if self.fallback_ms and self.ms else None
+
+
+#: Names in the file that are no names in Python.
+_NAMES = {"within_1": "within_1%", "within_2": "within_2%"}
+_TEXTS = ("shape", "quant", "source", "tactic", "runner_up", "ported_from")
+_LISTS = ("labels", "keys")
+_TRUTHS = ("fused_finalize", "written")
+_COUNTS = ("stage", "bucket")
+
+
+@dataclass(frozen=True)
+class Sidecar:
+    """What a config came with.
+
+    Attributes
+    ----------
+    head : mapping
+        Device, FlashInfer version, models, counts: everything but the choices and the config's digest.
+    records : tuple of Record
+        In the file's order.
+    """
+
+    head: Mapping[str, Any]
+    records: tuple[Record, ...]
+
+    def dumps(self, config: bytes) -> bytes:
+        """Return the sidecar of a config as bytes, a choice a line: readable, and quick to write."""
+        head = {"config_sha256": hashlib.sha256(config).hexdigest(), **self.head}
+        lines = ",\n".join(json.dumps(_as_json(record), allow_nan=False) for record in self.records)
+        return f'{json.dumps(head, indent=1, allow_nan=False)[:-2]},\n "choices": [\n{lines}\n]}}\n'.encode()
+
+    def counts(self) -> dict[str, int]:
+        """Return the number of keys that are written, by source."""
+        found = dict.fromkeys(SOURCES, 0)
+        for key_source in self.written().values():
+            found[key_source.source] += 1
+        return {source: n for source, n in found.items() if n}
+
+    def written(self) -> dict[str, Record]:
+        """Return the record of every key that is in the config; a key's first one is the one that counts."""
+        found: dict[str, Record] = {}
+        for record in self.records:
+            if record.written:
+                for key in record.keys:
+                    found.setdefault(key, record)
+        return found
+
+    def renamed(self, keys: Mapping[str, Mapping[str, None]], to: str, source: str) -> Sidecar:
+        """Return the sidecar of the config under FlashInfer `to`, where each key has become others, or none.
+
+        A timing under another version doesn't measure this one, so what was measured or verified is predicted.
+        """
+        records = []
+        for record in self.records:
+            fresh = tuple(dict.fromkeys(new for key in record.keys for new in keys.get(key, ())))
+            if fresh:
+                kind = "predicted" if record.source in ("measured", "verified") else record.source
+                records.append(replace(record, keys=fresh, source=kind, ported_from=record.ported_from or source))
+        return Sidecar({**self.head, "flashinfer": to}, tuple(records))
+
+
+def sidecar_path(config: Path) -> Path:
+    """Return where a config's sidecar is: beside it."""
+    return config.with_name(config.name + _SUFFIX)
+
+
+def read(config: Path) -> Sidecar | None:
+    """Read the sidecar beside a config, None where there is none.
+
+    Raises
+    ------
+    SynthError
+        When it can't be read, or is another config's: one of them was changed or moved alone.
+    """
+    path = sidecar_path(config)
+    if not os.path.lexists(path):
+        return None
+    data = untrusted.read_bytes(path, _MAX_BYTES, "sidecar; move it away to go on without")
+    digest = hashlib.sha256(untrusted.read_bytes(config, _MAX_BYTES, "config")).hexdigest()
+    try:
+        value = untrusted.loads(data, constants=False)
+    except ValueError as e:
+        raise SynthError(f"{path} is not JSON ({untrusted.first_line(e)}); move it away to go on without") from e
+    if not isinstance(value, dict) or not isinstance(value.get("choices"), list):
+        raise SynthError(f"{path} has no list of choices; move it away to go on without")
+    if value.pop("config_sha256", None) != digest:
+        raise SynthError(
+            f"{path} belongs to other contents than {config.name} has; emit both anew, or move it away to go on without"
+        )
+    choices = value.pop("choices")
+    records = []
+    for i, choice in enumerate(choices, 1):
+        try:
+            records.append(_record(choice))
+        except (KeyError, TypeError, ValueError, OverflowError) as e:
+            raise SynthError(
+                f"{path}, choice {i}: {e.args[0] if e.args else e} is missing or wrong; emit it anew"
+            ) from e
+    return Sidecar(value, tuple(records))
+
+
+def _as_json(record: Record) -> dict[str, Any]:
+    found = {_NAMES.get(f.name, f.name): getattr(record, f.name) for f in fields(record)}
+    if not record.ported_from:
+        del found["ported_from"]
+    return found
+
+
+def _record(choice: object) -> Record:
+    """Return a record, or raise with the name of the field that is wrong."""
+    if not isinstance(choice, dict):
+        raise TypeError("the object")
+    values: dict[str, Any] = {}
+    for field in fields(Record):
+        name = _NAMES.get(field.name, field.name)
+        value = choice.get(name, "") if name == "ported_from" else choice[name]
+        if field.name in _TEXTS:
+            good = isinstance(value, str)
+        elif field.name in _LISTS:
+            good = isinstance(value, list) and all(isinstance(v, str) for v in value)
+            value = tuple(value) if good else value
+        elif field.name in _TRUTHS:
+            good = isinstance(value, bool)
+        elif field.name in _COUNTS:
+            good = type(value) is int and value > 0
+        else:
+            good = value is None or (type(value) in (int, float) and math.isfinite(value))
+        if not good or (field.name == "source" and value not in SOURCES):
+            raise ValueError(name)
+        values[field.name] = value
+    return Record(**values)

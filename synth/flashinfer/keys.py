@@ -1,0 +1,364 @@
+"""File keys: the text under which FlashInfer looks an entry up, written and taken apart."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from synth.catalog.shapes import Deployment, MoEShape
+from synth.errors import SynthError
+from synth.flashinfer.calls import (
+    ACTIVATION_TYPES,
+    ACTIVATIONS,
+    BF16,
+    CallSignature,
+    Dtype,
+    Extra,
+    quant_of,
+    signatures,
+)
+from synth.flashinfer.tactics import DEFAULT_FLASHINFER
+from synth.flashinfer.versions import OPS, RUNNER, Contract, arch_number, contract_for
+
+
+def file_keys(
+    deployment: Deployment,
+    engine: str,
+    bucket: int,
+    stage: int,
+    arch: str,
+    flashinfer: str = DEFAULT_FLASHINFER,
+    *,
+    fused_finalize: bool = True,
+) -> tuple[str, ...]:
+    """Return every key that an engine may ask FlashInfer for.
+
+    Parameters
+    ----------
+    deployment : Deployment
+        The model on its ranks. Where an engine pads the layer, `deployment.shape` is the padded one.
+    engine : str
+        One of :data:`ENGINES`.
+    bucket : int
+        Token bucket.
+    stage : int
+        1 or 2.
+    arch : str
+        For example ``"sm90"``.
+    flashinfer : str
+        FlashInfer version. For 0.6.18 to 0.7.1, whose keys hold ranks, the keys of every rank.
+    fused_finalize : bool
+        The server lets gemm2 fuse the finalize step: vLLM does, SGLang does or not by version
+        (``SGLANG_FLASHINFER_MOE_FUSED_FINALIZE``). Without it, gemm2's ids are those of
+        :meth:`TacticTable.without_fused_finalize`, so the two kinds of keys need their own ids.
+
+    Returns
+    -------
+    tuple of str
+        Byte for byte what ``ProfilingCacheKey.file_key`` gives, without duplicates, in a fixed order.
+
+    Raises
+    ------
+    SynthError
+        When the engine, quantization, activation or stage is not known, or the layer can't be packed.
+    """
+    found = (
+        signature_keys(deployment, signature, bucket, stage, arch, flashinfer, fused_finalize=fused_finalize)
+        for signature in signatures(engine, deployment.quant)
+    )
+    return tuple(dict.fromkeys(itertools.chain.from_iterable(found)))
+
+
+def signature_keys(
+    deployment: Deployment,
+    signature: CallSignature,
+    bucket: int,
+    stage: int,
+    arch: str,
+    flashinfer: str = DEFAULT_FLASHINFER,
+    *,
+    fused_finalize: bool = True,
+) -> tuple[str, ...]:
+    """Return the keys of one call signature; parameters and errors are those of :func:`file_keys`."""
+    if stage not in OPS:
+        raise SynthError(f"stage must be 1 or 2, not {stage}")
+    if bucket < 1:
+        raise SynthError(f"a token bucket must be at least 1, not {bucket}")
+    values: dict[str, Extra] = {
+        "x_dtype": signature.x_dtype,
+        "weight_dtype": signature.weight_dtype,
+        "output_dtype": BF16,
+        "top_k": deployment.shape.top_k,
+        "tp_size": deployment.tp,
+        "ep_size": deployment.ep,
+        "cluster_size": 1,
+        "cluster_rank": 0,
+        "enable_alltoall": False,
+        "use_deepseek_fp8_block_scale": False,
+        "use_w4_group_scaling": False,
+        "use_mxfp8_act_scaling": signature.mxfp8,
+        "use_wfp4afp8_humming": False,
+        "min_latency_mode": False,
+        "enable_pdl": arch_number(arch) >= 90,
+        "activation_type": _activation_number(deployment),
+        "use_packed_weights": False,
+        "use_fused_finalize": fused_finalize,
+    }
+    return render_keys(contract_for(flashinfer), OPS[stage], _shapes(deployment, signature, bucket), values)
+
+
+def _activation_number(deployment: Deployment) -> int:
+    try:
+        number = ACTIVATIONS[deployment.activation]
+    except KeyError:
+        known = ", ".join(ACTIVATIONS)
+        raise SynthError(f"activation {deployment.activation!r} is not known; known: {known}") from None
+    if ACTIVATION_TYPES[number][1] != deployment.shape.gated:
+        has = "has a gate" if ACTIVATION_TYPES[number][1] else "has no gate"
+        raise SynthError(f"{deployment.activation} {has}, but the shape {deployment.shape} says otherwise")
+    return number
+
+
+def _shapes(deployment: Deployment, signature: CallSignature, bucket: int) -> tuple[tuple[int, ...], ...]:
+    shape = deployment.shape
+    for name, size, pack in (
+        ("hidden", shape.hidden, max(signature.x_pack, signature.weight_pack)),
+        ("inter", shape.inter, signature.weight_pack),
+    ):
+        if size % pack:
+            raise SynthError(
+                f"{shape} can't be packed for {signature.quant}: {name} {size} is not a multiple of {pack}; "
+                f"pad it to {-(-size // pack) * pack}"
+            )
+    (n1, k1), (n2, k2) = shape.gemm_nk(1), shape.gemm_nk(2)
+    biased = deployment.bias and signature.passes_bias
+    return (
+        (bucket, shape.hidden // signature.x_pack),
+        (shape.experts, n1, k1 // signature.weight_pack),
+        (shape.experts, n1) if biased else (0,),
+        (shape.experts, n2, k2 // signature.weight_pack),
+        (shape.experts, n2) if biased else (0,),
+    )
+
+
+def render_keys(
+    contract: Contract, op: str, shapes: tuple[tuple[int, ...], ...], values: Mapping[str, Extra]
+) -> tuple[str, ...]:
+    """Return one call's key as FlashInfer writes it: one, or where the contract's keys hold ranks, that of every rank.
+
+    Parameters
+    ----------
+    contract : Contract
+    op : str
+        One of :data:`OPS`.
+    shapes : tuple of tuple of int
+        Of x, gemm1's weights and bias, gemm2's weights and bias.
+    values : mapping
+        Extras by name; those that the contract doesn't have are left out, ranks are filled in.
+    """
+    if contract.extras is None:
+        return (str((op, RUNNER, shapes)),)
+    tp, ep = (int(values[name]) if "tp_rank" in contract.extras else 1 for name in ("tp_size", "ep_size"))
+    return tuple(
+        str((op, RUNNER, shapes, tuple({**values, "tp_rank": t, "ep_rank": e}[name] for name in contract.extras)))
+        for t, e in itertools.product(range(tp), range(ep))
+    )
+
+
+@dataclass(frozen=True)
+class Key:
+    """A file key, taken apart.
+
+    Attributes
+    ----------
+    text : str
+        The key as it is in the file.
+    op, runner : str
+    shapes : tuple of tuple of int
+        x, gemm1 weights, gemm1 bias, gemm2 weights, gemm2 bias.
+    extras : tuple or None
+        None in the 3-tuple keys of FlashInfer up to 0.6.12.
+    """
+
+    text: str
+    op: str
+    runner: str
+    shapes: tuple[tuple[int, ...], ...]
+    extras: tuple[Extra, ...] | None
+
+    @property
+    def stage(self) -> int | None:
+        """1 or 2, None for another operation."""
+        return next((stage for stage, op in OPS.items() if op == self.op), None)
+
+    @property
+    def bucket(self) -> int:
+        """The token bucket."""
+        return self.shapes[0][0]
+
+    @property
+    def rendered(self) -> str:
+        """The key as FlashInfer writes it."""
+        head = (self.op, self.runner, self.shapes)
+        return str(head if self.extras is None else (*head, self.extras))
+
+    def named(self, flashinfer: str = DEFAULT_FLASHINFER) -> dict[str, Extra]:
+        """Return the extras by name.
+
+        Raises
+        ------
+        SynthError
+            When the key has another form than this version's, or this version's keys have no extras.
+        """
+        names = contract_for(flashinfer).extras
+        if not names or self.extras is None or len(names) != len(self.extras):
+            raise SynthError(f"{form_text(self.extras)} has no extras that FlashInfer {flashinfer} knows by name")
+        return dict(zip(names, self.extras, strict=True))
+
+    def group(self) -> tuple[tuple[tuple[int, ...], ...], tuple[Extra, ...] | None]:
+        """Return what all keys of one layer and call have in common: everything but operation and bucket."""
+        return ((self.shapes[0][1:], *self.shapes[1:]), self.extras)
+
+    def quant(self, flashinfer: str = DEFAULT_FLASHINFER) -> str | None:
+        """Return the quantization, None for one that synth has no tactics for."""
+        e = self.named(flashinfer)
+        return quant_of(
+            str(e["x_dtype"]),
+            str(e["weight_dtype"]),
+            mxfp8=e["use_mxfp8_act_scaling"] is True,
+            other_scaling=any(
+                e[name] is True
+                for name in (
+                    "use_deepseek_fp8_block_scale",
+                    "use_w4_group_scaling",
+                    "use_wfp4afp8_humming",
+                    "use_packed_weights",
+                )
+            ),
+        )
+
+    def shape(self, flashinfer: str = DEFAULT_FLASHINFER) -> MoEShape:
+        """Return the layer on one rank; meaningful only where :func:`unreachable` finds nothing.
+
+        Raises
+        ------
+        SynthError
+            When the key has another form, or the sizes make no layer.
+        """
+        e = self.named(flashinfer)
+        gated = ACTIVATION_TYPES.get(int(e["activation_type"]), ("", True))[1]
+        experts, n1, _ = self.shapes[1]
+        return MoEShape(
+            hidden=self.shapes[3][1],
+            inter=n1 // 2 if gated else n1,
+            experts=experts,
+            top_k=int(e["top_k"]),
+            ep_size=int(e["ep_size"]),
+            gated=gated,
+        )
+
+
+#: The longest key that is taken apart; FlashInfer's have 300 characters.
+_MAX_CHARS = 4096
+#: Deepest nesting: a key, its shapes, one shape, and one pair of parentheses more than needed.
+_MAX_DEPTH = 4
+#: A mark, a number, a text without escapes, a truth value or a dtype, and the blanks before it.
+_WORD = re.compile(
+    r"""[ \t\n]*([(),]|-?(?:0|[1-9][0-9]{0,17})(?![\w.])|'[^'\\\n]*'|"[^"\\\n]*"|True|False|torch\.[A-Za-z_]\w*)"""
+)
+#: What the keys of one layer and call don't share: operation, runner, and the shape of x.
+_HEAD = re.compile(r"\('([^'\\\n]*)', '([^'\\\n]*)', \(\(([1-9][0-9]{0,17}|0), ([1-9][0-9]{0,17}|0)\), ")
+
+
+def parse_key(text: str) -> Key:
+    """Take a file key apart. It is read word by word; nothing in it is executed or compiled.
+
+    Raises
+    ------
+    SynthError
+        When `text` is not a tuple of operation, runner, shapes and, perhaps, extras.
+    """
+    if len(text) > _MAX_CHARS:
+        raise SynthError(f"a file key has at most {_MAX_CHARS} characters, this one {len(text)}")
+    if (head := _HEAD.match(text)) is not None:
+        shapes, extras = _fields(f"('', '', ((0, 0), {text[head.end() :]}")
+        return Key(text, head[1], head[2], ((int(head[3]), int(head[4])), *shapes[1:]), extras)
+    value = _read(text)
+    return Key(text, value[0], value[1], *_fields(text))
+
+
+@functools.lru_cache(maxsize=4096)
+def _fields(text: str) -> tuple[tuple[tuple[int, ...], ...], tuple[Extra, ...] | None]:
+    """Return the shapes and the extras of a key, which many keys have in common."""
+    value = _read(text)
+    return value[2], value[3] if len(value) == 4 else None
+
+
+def _read(text: str) -> tuple[Any, ...]:
+    """Return the fields of a key: operation, runner, shapes and, perhaps, extras."""
+    words = []
+    at, end = 0, len(text.rstrip())
+    while at < end:
+        word = _WORD.match(text, at)
+        if word is None:
+            raise SynthError(f"{short(text)} is not a file key; expected ('trtllm::fused_moe::gemm1', …)")
+        words.append(word[1])
+        at = word.end()
+    try:
+        value, stop = _value([*words, ""], 0, 1)
+    except ValueError:
+        stop = -1
+    if stop != len(words):
+        raise SynthError(f"{short(text)} is not a file key; expected ('trtllm::fused_moe::gemm1', …)")
+    if not isinstance(value, tuple) or len(value) not in (3, 4):
+        raise SynthError(f"{short(text)} is not a file key: it is not a tuple of 3 or 4 fields")
+    if type(value[0]) is not str or type(value[1]) is not str:
+        raise SynthError(f"{short(text)} is not a file key: operation and runner must be text")
+    if not _is_shapes(value[2]):
+        raise SynthError(f"{short(text)} is not a file key: its third field must hold shapes")
+    if not isinstance(value[-1], tuple) or not all(isinstance(v, (Dtype, int)) for v in value[3:] and value[3]):
+        raise SynthError(f"{short(text)} is not a file key: its extras must be dtypes, numbers and truth values")
+    return value
+
+
+def _value(words: Sequence[str], at: int, depth: int) -> tuple[object, int]:
+    """Return the value that begins at a word, as Python writes it, and the place behind it."""
+    word = words[at]
+    if word == "(" and depth <= _MAX_DEPTH:
+        items: list[object] = []
+        may_follow = True
+        at += 1
+        while words[at] != ")":
+            if not may_follow:
+                raise ValueError
+            item, at = _value(words, at, depth + 1)
+            items.append(item)
+            may_follow = words[at] == ","
+            at += may_follow
+        return (items[0] if len(items) == 1 and not may_follow else tuple(items)), at + 1
+    if word[:1] in ("'", '"') and word:
+        return word[1:-1], at + 1
+    if word in ("True", "False"):
+        return word == "True", at + 1
+    # Whatever else is no dtype is a number, or raises ValueError.
+    return Dtype(word) if word.startswith("torch.") else int(word), at + 1
+
+
+def _is_shapes(value: object) -> bool:
+    return (
+        isinstance(value, tuple)
+        and len(value) > 0
+        and all(isinstance(s, tuple) and len(s) > 0 and all(type(n) is int for n in s) for s in value)
+    )
+
+
+def short(text: str) -> str:
+    return repr(text) if len(text) <= 60 else repr(text[:57] + "…")
+
+
+def form_text(extras: tuple[object, ...] | None) -> str:
+    return "a 3-tuple key" if extras is None else f"a 4-tuple key with {len(extras)} extras"

@@ -1,0 +1,341 @@
+"""What the commands print: tables and progress bars, on a terminal or not."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import click
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from synth.choosing.evaluating import Study
+    from synth.choosing.evidence import Evidence
+    from synth.choosing.learning import Point
+    from synth.choosing.plan import Layer, PlanSummary
+    from synth.choosing.transferring import TransferScore
+    from synth.collecting import CollectSummary
+    from synth.collecting.verifying import Standing, Verification
+    from synth.performance.evaluation import Evaluation, Regret
+
+
+#: Printed problems of input files, before the rest is only counted.
+_MOST_PROBLEMS = 10
+#: Width of tables where there is no terminal to ask.
+_WIDTH = 132
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Print a table; columns whose values are all numbers are right-aligned."""
+    body = [[_text(v) for v in row] for row in rows]
+    out = Table(title=escape(title) or None, title_justify="left", title_style="bold")
+    for i, name in enumerate(columns):
+        numbers = all(_is_number(row[i]) for row in body)
+        out.add_column(name, justify="right" if numbers else "left", overflow="fold")
+    for row in body:
+        out.add_row(*map(escape, row))
+    Console(width=None if sys.stdout.isatty() else _WIDTH).print(out)
+
+
+def regrets(title: str, evaluations: Iterable[Evaluation]) -> None:
+    """Print a table of regrets, a row a way to choose."""
+    rows = []
+    for e in evaluations:
+        second = e.second_pass()
+        stages = [f"{e.stage(s).geomean:.4f}" if (e.keys[:, 1] == s).any() else "" for s in (1, 2)]
+        geomean, *rest = _summary(e.all)
+        rows.append([e.name, geomean, *stages, *rest, f"{second.geomean:.4f}" if second else ""])
+    table(title, ["choice", "geomean", "gemm1", "gemm2", "p95", "p99", "max", "2nd pass"], rows)
+
+
+def shape_regrets(title: str, evaluation: Evaluation) -> None:
+    """Print a table of regrets, a row a shape, worst first."""
+    shapes = sorted(evaluation.shapes().items(), key=lambda item: -item[1].geomean)
+    table(title, ["shape", "geomean", "p95", "p99", "max"], [[label, *_summary(r)] for label, r in shapes])
+
+
+def study(title: str, found: Study) -> None:
+    """Print what timings are worth, how true the stated uncertainty is, and where the regret is."""
+    for name, points in found.known.items():
+        _curve(f"{title}: timings of an unseen shape (mean of a shape), judged over {name}", points, each=True)
+    for name, points in found.new.items():
+        _curve(f"{title}: timings of a new device, over {name} together", points)
+    table(
+        f"{title}: what is stated of unseen shapes, beside what was found",
+        ["share timed", "in 90 % intervals", "corrected", "expected regret", "actual"],
+        [
+            [f"{c.share:.1%}", f"{c.stated:.1%}", f"{c.corrected:.1%}", f"{c.expected:.2%}", f"{c.actual:.2%}"]
+            for c in found.coverage
+        ],
+    )
+    click.echo(f"90 % intervals of predicted times, corrected by the other families: {found.calibration.coverage:.1%}")
+    for margin, (stated, corrected) in found.reliability.items():
+        for name, one in (("as stated", stated), ("corrected by the other families", corrected)):
+            click.echo(
+                f"{title}: probability of being within {margin:.0%} of the best, {name}: "
+                f"Brier score {one.brier:.4f}, calibration error {one.error:.3f}"
+            )
+            bins = zip(one.stated, one.happened, one.count, strict=True)
+            table("", ["stated", "happened", "choices"], [[f"{s:.1%}", f"{h:.1%}", n] for s, h, n in bins])
+    table(
+        f"{title}: where the regret is (kinds overlap)",
+        ["kind", "choices", "of all", "of the regret", "regret", "1 % timed", "5 % timed", "what would mend it"],
+        [
+            [k.name, k.count, f"{k.share:.0%}", f"{k.of_regret:.0%}", *(f"{g:.4f}" for g in k.geomeans), k.fix()]
+            for k in found.kinds
+        ],
+    )
+    table(
+        f"{title}: the worst choices without timings",
+        ["shape", "stage", "bucket", "regret", "5 % timed", "chosen", "best"],
+        [[w.label, w.stage, w.bucket, f"{w.regret:.3f}", f"{w.later:.3f}", w.chosen, w.best] for w in found.worst],
+    )
+    if found.stability is not None:
+        s = found.stability
+        click.echo(
+            f"{title}: choices from two independent passes, {s.count} of each: {s.equal:.1%} equal, "
+            f"{s.as_good:.1%} equal or within 0.5 %"
+        )
+
+
+def _curve(title: str, points: Iterable[Point], *, each: bool = False) -> None:
+    """Print a table of regrets, a row a share of the sweep and a way to choose it; means over seeds.
+
+    Timings and seconds are those of all shapes together, or of `each` on average.
+    """
+    groups: dict[tuple[float, str], list[Point]] = {}
+    for p in points:
+        groups.setdefault((p.mark, p.way), []).append(p)
+    rows = []
+    for (_, way), seeds in sorted(groups.items(), key=lambda item: item[0][0]):
+        count = len(seeds[0].evaluation.shapes()) if each else 1
+        regret = [p.evaluation.all for p in seeds]
+        second = [s.geomean for p in seeds if (s := p.evaluation.second_pass())]
+        overall = [r.geomean for r in regret]
+        rows.append(
+            [
+                f"{_mean(p.timings / p.sweep for p in seeds):.2%}",
+                round(_mean(p.timings / count for p in seeds)),
+                f"{_mean(p.seconds / count for p in seeds):.1f}",
+                f"{_mean(p.seconds / p.sweep_seconds for p in seeds):.2%}",
+                way if seeds[0].timings else "any",
+                f"{_mean(overall):.4f}",
+                f"{min(overall):.4f}–{max(overall):.4f}" if len(seeds) > 1 else "",
+                *(f"{_mean(p.evaluation.stage(s).geomean for p in seeds):.4f}" for s in (1, 2)),
+                f"{_mean(r.p95 for r in regret):.3f}",
+                f"{_mean(r.p99 for r in regret):.3f}",
+                f"{max(r.max for r in regret):.3f}",
+                f"{_mean(second):.4f}" if second else "",
+            ]
+        )
+    columns = ["timed", "timings", "GPU s", "of s", "cells", "geomean", "seeds", "gemm1", "gemm2"]
+    table(title, [*columns, "p95", "p99", "max", "2nd pass"], rows)
+
+
+def _mean(values: Iterable[float]) -> float:
+    every = list(values)
+    return sum(every) / len(every)
+
+
+def plan_summary(plan: PlanSummary) -> None:
+    """Print what a plan will cost."""
+    from synth.collecting import duration
+
+    table(
+        f"{plan.device}, FlashInfer {plan.flashinfer}, pass {', '.join(map(str, plan.passes))}",
+        ["layer", "cells", "measuring", "memory GB"],
+        [[one.label, one.cells, duration(one.measuring_s), f"{one.memory_bytes / 1e9:.1f}"] for one in plan.layers],
+    )
+    budget = f", within a budget of {duration(plan.budget_s)} a GPU" if plan.budget_s is not None else ""
+    click.echo(
+        f"{plan.cells} of {plan.of_cells} cells; predicted {duration(plan.measuring_s)} of measuring and "
+        f"{duration(plan.setup_s)} of set-up, {duration(plan.wall_s)} on {plan.gpus} GPU{budget}"
+    )
+
+
+def collect_summary(done: CollectSummary) -> None:
+    """Print what a run did."""
+    from synth.collecting import duration
+
+    click.echo(
+        f"{done.outcome}: {done.timed} timings in this run ({done.failed} failed, {done.throttled} throttled), "
+        f"{done.before} before, {done.missing} missing; {duration(done.measuring_s)} of measuring, "
+        f"{duration(done.setup_s)} of set-up, {duration(done.wall_s)} in all"
+    )
+    for line in done.skipped:
+        click.echo(f"skipped: {line}")
+    for drift in done.drift:
+        click.echo(
+            f"drift of {drift.layer}: reference gemm{drift.stage} {drift.tokens} tokens timed {drift.times} times, "
+            f"last over first {drift.drift:+.2%}, at most {drift.max_deviation:.2%} from their median"
+        )
+    for path in done.files:
+        click.echo(f"-> {path}")
+
+
+def standings(layers: Iterable[tuple[Layer | str, Standing]]) -> None:
+    """Print how sure the choices of layers are, a row a layer."""
+    rows = [
+        [
+            one,
+            *(now.entries.get(s, 0) for s in ("measured", "verified", "predicted")),
+            f"{now.regret:.2%}",
+            f"{now.near:.1%}",
+        ]
+        for one, now in layers
+    ]
+    columns = ["layer", "measured", "verified", "predicted", "expected regret", "within 1 %"]
+    table("Choices, a stage and bucket each", columns, rows)
+
+
+def verification(done: Verification) -> None:
+    """Print what spot checks of one layer came to."""
+    from synth.collecting import duration
+
+    standings([(f"{done.layer}, before", done.before), (f"{done.layer}, after", done.after)])
+    click.echo(
+        f"{done.timings} timings ({done.failed} failed) in {duration(done.measuring_s)} of measuring; {done.stop}"
+    )
+    for line in done.collected.skipped:
+        click.echo(f"skipped: {line}")
+    if done.changes:
+        table(
+            f"{len(done.changes)} choices changed",
+            ["stage", "bucket", "before", "after", "gain"],
+            [[c.stage, c.bucket, c.old, c.new, "" if math.isnan(c.gain) else f"{c.gain:.1%}"] for c in done.changes],
+        )
+    numbers = done.numbers
+    if numbers.pairs:
+        click.echo(f"numbers: {numbers.pairs} pairs agree with the fallback, at most {numbers.worst:.2%} off")
+    if numbers.unchecked:
+        click.echo(f"numbers: not all were compared: {numbers.unchecked}", err=True)
+    for denial in numbers.denials:
+        click.echo(f"WRONG NUMBERS, denied from now on: {denial}", err=True)
+
+
+def problems(found: Sequence[object]) -> None:
+    """Print problems of input files to standard error, a line each."""
+    for problem in found[:_MOST_PROBLEMS]:
+        click.echo(f"warning: {problem}", err=True)
+    if len(found) > _MOST_PROBLEMS:
+        click.echo(f"warning: {len(found) - _MOST_PROBLEMS} more problems like these", err=True)
+
+
+@contextlib.contextmanager
+def progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Show a progress bar on standard error; without a terminal, a line at every tenth of the work."""
+    if sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(what, total=None)
+            yield lambda done, total: bar.update(task, completed=done, total=total)
+    else:
+        said = -1
+
+        def report(done: int, total: int) -> None:
+            nonlocal said
+            tenth = 10 * done // max(total, 1)
+            if tenth > said:
+                said = tenth
+                click.echo(f"{what}: {done} of {total}", err=True)
+
+        yield report
+
+
+def _summary(regret: Regret) -> list[str]:
+    return [f"{regret.geomean:.4f}", f"{regret.p95:.3f}", f"{regret.p99:.3f}", f"{regret.max:.3f}"]
+
+
+def _text(value: object) -> str:
+    if isinstance(value, float):
+        return "" if math.isnan(value) else f"{value:.4g}"
+    return "" if value is None else str(value)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text or "0")
+    except ValueError:
+        return False
+    return True
+
+
+def evidence_tables(found: Evidence) -> None:
+    """Print what public measurements say of the analytical models."""
+    table(
+        "Whole layers, constants fitted on half of the models, judged on the other half",
+        ["device", "quant", "engine", "tactics", "models", "median error", "by half", "90 % within", "unfitted"],
+        [
+            [
+                x.device, x.quant, x.engine, "fastest" if x.tuned else "fallback", x.models, f"{x.error:.1%}",
+                f"{x.least:.1%} to {x.most:.1%}", f"{x.p90:.1%}", f"{x.unfitted:.1%}",
+            ]
+            for x in found.layers
+        ],
+    )  # fmt: skip
+    table(
+        "Fallback over fastest, the same halves",
+        ["device", "quant", "layers", "measured", "predicted", "rank correlation", "sure of", "of those faster"],
+        [
+            [
+                x.device, x.quant, x.layers, f"{x.measured:.3f}", f"{x.predicted:.3f}", f"{x.correlation:.2f}", x.sure,
+                f"{x.sure_right:.1%}",
+            ]
+            for x in found.gains
+        ],
+    )  # fmt: skip
+    table(
+        "Published sweeps of one stage's tactics",
+        ["device", "stage", "tokens", "tactics", "rank correlation", "our choice", "fallback"],
+        [
+            [
+                x.device,
+                x.stage,
+                x.tokens,
+                x.tactics,
+                f"{x.rank_correlation:.2f}",
+                f"{x.regret:.3f}",
+                f"{x.fallback:.3f}",
+            ]
+            for x in found.sweeps
+        ],
+    )
+    table(
+        "Published lines, us",
+        ["device", "stage", "tokens", "published", "predicted", "median difference"],
+        [
+            [
+                x.line.device, x.line.stage, x.line.tokens,
+                f"{1e3 * x.line.intercept:.1f} + {1e3 * x.line.slope:.3f} D",
+                f"{1e3 * x.intercept:.1f} + {1e3 * x.slope:.3f} D", f"{x.error:.1%}",
+            ]
+            for x in found.lines
+        ],
+    )  # fmt: skip
+    table(
+        "Constants from public layers alone, judged by timings",
+        ["device", "quant", "choices", "regret", "p95"],
+        [[x.device, x.quant, x.choices, f"{x.regret:.4f}", f"{x.p95:.3f}"] for x in found.blind],
+    )
+
+
+def transfer_tables(scores: Sequence[TransferScore]) -> None:
+    """Print what one quantization's model says of another's kernels."""
+    table(
+        "Choices by another quantization's model, each model family unseen",
+        ["from", "to", "tactics", "carried over", "choices", "regret", "gemm1", "gemm2", "p95", "sure of", "came true"],
+        [
+            [
+                s.source, s.target, s.kind, s.carried, s.choices, f"{s.regret:.4f}", f"{s.gemm1:.4f}",
+                f"{s.gemm2:.4f}", f"{s.p95:.3f}", s.foreseen, f"{s.came_true:.1%}",
+            ]
+            for s in scores
+        ],
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""What a server runs and where it keeps its configs."""
