@@ -11,7 +11,9 @@ import pytest
 from hypothesis import settings
 
 from synth.catalog.shapes import Deployment, MoEShape
-from synth.configs.formats import ConfigEntry, dumps_bundled, dumps_json
+from synth.configs.model import Entry
+from synth.configs.module import dumps_bundled
+from synth.configs.v1 import dumps_json
 from synth.flashinfer.buckets import token_buckets
 from synth.flashinfer.calls import ENGINES
 from synth.flashinfer.keys import file_keys
@@ -34,11 +36,11 @@ def olmoe() -> Deployment:
 
 
 @pytest.fixture
-def entries() -> list[ConfigEntry]:
+def entries() -> list[Entry]:
     """Every key of one layer, both engines, up to 8192 tokens; ids vary with the bucket."""
     table = load_table("sm90", "bf16")
     keys = {
-        key: ConfigEntry(key, table.ids(stage)[i % len(table.ids(stage))], 0.25, 0.5, 1.0, 45)
+        key: Entry(key, table.ids(stage)[i % len(table.ids(stage))], 0.25, 0.5, 1.0, 45)
         for engine in ENGINES
         for stage in (1, 2)
         for i, bucket in enumerate(token_buckets(8192))
@@ -48,7 +50,7 @@ def entries() -> list[ConfigEntry]:
 
 
 @pytest.fixture
-def write(tmp_path: Path, entries: list[ConfigEntry]) -> Callable[..., Path]:
+def write(tmp_path: Path, entries: list[Entry]) -> Callable[..., Path]:
     """Write a good file, changed as asked, and return its path."""
 
     def write_file(

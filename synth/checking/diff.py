@@ -7,21 +7,21 @@ only one version has, and tactics by tile, cluster, swap and fusion instead of b
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
-import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from synth.catalog.shapes import MoEShape
 from synth.catalog.untrusted import printable
-from synth.configs import sidecar as sidecars
-from synth.configs.formats import ConfigEntry, ConfigFile, gpu_of, read
+from synth.configs.model import Config, Entry, Meaning
+from synth.configs.reading import read
+from synth.configs.sidecar import Record
 from synth.errors import SynthError
-from synth.flashinfer.keys import Key, parse_key
-from synth.flashinfer.meaning import tables_of, tactic_of
+from synth.flashinfer.keys import Call, Key
 from synth.flashinfer.tactics import DEFAULT_FLASHINFER, Tactic
 from synth.flashinfer.versions import CONTRACTS, Contract, arch_of, contract_for
 
@@ -224,169 +224,138 @@ class Summary:
 
 @dataclass(frozen=True)
 class _File:
-    """A file as it is compared; `records` are its sidecar's by key."""
+    """A config as it is compared; `version` is the contract of its keys, None where they are compared as text."""
 
     side: Side
-    config: ConfigFile
+    config: Config
     contract: Contract | None
-    arch: str | None
-    keys: dict[str, Key | None] = field(default_factory=dict)
-    records: Mapping[str, sidecars.Record] = field(default_factory=dict)
+
+    def key(self, entry: Entry) -> Key | None:
+        """Return an entry's key where what it means can be told."""
+        key = entry.layer_key
+        return key if key is not None and self.contract is not None and key.call.fits(self.contract) else None
+
+    def meaning(self, entry: Entry) -> Meaning | None:
+        """Return what an entry is about, None where its key doesn't tell."""
+        return entry.meaning(self.side.flashinfer, arch_of(self.side.device)) if self.key(entry) is not None else None
 
 
-def compare(a: Path, b: Path, *, flashinfer: str = DEFAULT_FLASHINFER, device: str | None = None) -> Comparison:
-    """Compare two configs of any kind.
+def compare(
+    a: Path | Config, b: Path | Config, *, flashinfer: str = DEFAULT_FLASHINFER, device: str | None = None
+) -> Comparison:
+    """Compare two configs of any form.
 
     Parameters
     ----------
-    a, b : Path
-        v1 JSON files, bundled modules or folders of managed stores.
+    a, b : Path or Config
     flashinfer : str
-        Version of a file that doesn't name one, where its keys have this version's form.
+        The version of a file that names none, if its keys have that version's form.
     device : str, optional
-        GPU of a file that doesn't name one.
-
-    Returns
-    -------
-    Comparison
-        With the times that the files and their sidecars state; :func:`with_times` adds others.
+        The GPU of a file that names none.
 
     Raises
     ------
     SynthError
-        When a file, or its sidecar, can't be read.
+        When a file can't be read, or `flashinfer` isn't known.
     """
     contract_for(flashinfer)
     first, second = _load(a, flashinfer, device), _load(b, flashinfer, device)
     pairs: list[Pair] = []
-    entries = {e.key: e for e in second.config.entries}
     matched: dict[str, None] = {}
     only_a = []
     counterparts = _Counterparts(first, second)
-    for entry in first.config.entries:
-        found = counterparts(entry.key)
-        matched.update(dict.fromkeys(found))
-        pairs += [_pair(entry, entries[key], first, second) for key in found]
+    for entry in first.config.served:
+        found = counterparts(entry)
+        matched.update(dict.fromkeys(other.text for other in found))
+        pairs += [_pair(entry, other, first, second) for other in found]
         if not found:
-            only_a.append(entry.key)
-    only_b = [key for key in entries if key not in matched]
+            only_a.append(entry.text)
+    only_b = [entry.text for entry in second.config.served if entry.text not in matched]
     return Comparison(
         first.side, second.side, tuple(pairs), tuple(only_a), tuple(only_b), _metadata(first.config, second.config)
     )
 
 
-def _load(path: Path, flashinfer: str, device: str | None) -> _File:
-    config = read(path)
-    keys: dict[str, Key | None] = {}
-    with warnings.catch_warnings():
-        # A key is Python to nobody but its parser, which warns of odd escapes.
-        warnings.simplefilter("ignore")
-        for entry in config.entries:
-            keys[entry.key] = _moe_key(entry.key)
-    version, guessed = _version(config, keys.values(), flashinfer)
+def _load(file: Path | Config, flashinfer: str, device: str | None) -> _File:
+    config = read(file) if isinstance(file, Path) else file
+    version, guessed = _version(config, flashinfer)
     contract = None
     with contextlib.suppress(SynthError):
         contract = contract_for(version)
-    device = gpu_of(config, path) or device
-    side = Side(path, version, guessed, device, len(config.entries), len(config.raw) - len(config.entries))
-    sidecar = sidecars.read(path) if config.kind != "store" else None
-    return _File(side, config, contract, arch_of(device), keys, sidecar.written() if sidecar else {})
+    malformed = len(config.entries) - len(config.served)
+    path = config.path if config.path is not None else Path("config")
+    return _File(
+        Side(path, version, guessed, config.gpu or device, len(config.served), malformed), config, contract
+    )
 
 
-def _moe_key(text: str) -> Key | None:
-    """Return a key whose meaning can be told: of an MoE layer, with its five shapes. Others are compared as text."""
-    try:
-        key = parse_key(text)
-    except SynthError:
-        return None
-    fits = key.stage is not None and len(key.shapes) == 5 and [len(key.shapes[i]) for i in (0, 1, 3)] == [2, 3, 3]
-    return key if fits else None
-
-
-def _version(config: ConfigFile, keys: Iterable[Key | None], flashinfer: str) -> tuple[str, bool]:
+def _version(config: Config, flashinfer: str) -> tuple[str, bool]:
     """Return a file's FlashInfer version, and whether that is a guess by the form of its keys."""
     if config.flashinfer is not None:
         return config.flashinfer, False
-    first = next((key for key in keys if key is not None), None)
-    if first is None or _has_form(first, contract_for(flashinfer)):
+    first = next((key.call for entry in config.served if (key := entry.layer_key) is not None), None)
+    if first is None or first.fits(contract_for(flashinfer)):
         return flashinfer, True
-    fits = [contract.last for contract in CONTRACTS if _has_form(first, contract)]
+    fits = [contract.last for contract in CONTRACTS if first.fits(contract)]
     return (fits[-1] if fits else ""), True
 
 
-def _has_form(key: Key, contract: Contract) -> bool:
-    if contract.extras is None or key.extras is None:
-        return contract.extras is None and key.extras is None
-    return len(contract.extras) == len(key.extras)
-
-
 class _Counterparts:
-    """Finds a key's counterparts in another file."""
+    """Finds an entry's counterparts in another file."""
 
     def __init__(self, a: _File, b: _File) -> None:
         self._a, self._b = a, b
-        extras = [set(f.contract.extras or ()) if f.contract else None for f in (a, b)]
-        alike = a.contract is not None and b.contract is not None and a.contract.extras == b.contract.extras
         # The fields that both versions' keys have; None where keys are compared as they are.
         self._names: tuple[str, ...] | None = None
-        if not alike and extras[0] is not None and extras[1] is not None:
-            self._names = tuple(sorted(extras[0] & extras[1]))
-        self._places: dict[object, list[str]] = defaultdict(list)
-        for text, key in b.keys.items():
-            self._places[self._place(text, key, b)].append(text)
+        if a.contract is not None and b.contract is not None and a.contract.extras != b.contract.extras:
+            self._names = tuple(sorted(set(a.contract.extras or ()) & set(b.contract.extras or ())))
+        self._places: dict[object, list[Entry]] = defaultdict(list)
+        for entry in b.config.served:
+            self._places[self._place(entry, b)].append(entry)
 
-    def __call__(self, text: str) -> list[str]:
-        return self._places.get(self._place(text, self._a.keys[text], self._a), [])
+    def __call__(self, entry: Entry) -> list[Entry]:
+        return self._places.get(self._place(entry, self._a), [])
 
-    def _place(self, text: str, key: Key | None, file: _File) -> object:
-        if self._names is None or key is None or file.contract is None:
-            return text
-        if not _has_form(key, file.contract):
-            return text
-        values = dict(zip(file.contract.extras or (), key.extras or (), strict=True))
-        return key.op, key.runner, key.shapes, tuple(values[name] for name in self._names)
+    def _place(self, entry: Entry, file: _File) -> object:
+        key = file.key(entry) if self._names is not None else None
+        if key is None or file.contract is None or self._names is None:
+            return entry.text
+        return key.op, key.runner, key.bucket, _shared(key.call, file.contract, self._names)
 
 
-def _pair(a: ConfigEntry, b: ConfigEntry, first: _File, second: _File) -> Pair:
-    pick_a, pick_b = _pick(a, first), _pick(b, second)
+@functools.lru_cache(maxsize=4096)
+def _shared(call: Call, contract: Contract, names: tuple[str, ...]) -> object:
+    """Return what is compared of a call whose version has other extras."""
+    values = dict(zip(contract.extras or (), call.extras or (), strict=True))
+    return call.shapes, tuple(values[name] for name in names)
+
+
+def _pair(a: Entry, b: Entry, first: _File, second: _File) -> Pair:
+    meant_a, meant_b = first.meaning(a), second.meaning(b)
+    tactic_a, tactic_b = (m.tactic if m is not None else None for m in (meant_a, meant_b))
     if first.side.flashinfer == second.side.flashinfer and first.side.flashinfer:
         same: bool | None = a.tactic_id == b.tactic_id
-    elif pick_a.tactic is None or pick_b.tactic is None:
+    elif tactic_a is None or tactic_b is None:
         same = None
     else:
-        same = pick_a.tactic == pick_b.tactic
-    shape, quant = _layer(a.key, first)
-    if shape is None:
-        shape, quant = _layer(b.key, second)
-    key = first.keys[a.key]
-    pair = Pair(pick_a, pick_b, shape, quant, (key.stage or 0) if key else 0, key.bucket if key else 0, same)
-    return replace(pair, times=tuple(_stated(pair, first, second)))
+        same = tactic_a == tactic_b
+    known = next((m for m in (meant_a, meant_b) if m is not None and m.shape is not None), None)
+    key = a.layer_key
+    pair = Pair(
+        Pick(a.text, a.tactic_id or 0, tactic_a, _plausible(a.time_ms)),
+        Pick(b.text, b.tactic_id or 0, tactic_b, _plausible(b.time_ms)),
+        known.shape if known is not None else None,
+        known.quant if known is not None else "",
+        (key.stage or 0) if key else 0,
+        key.bucket if key else 0,
+        same,
+    )
+    times = tuple(_stated(pair, first, second))
+    return replace(pair, times=times) if times else pair
 
 
-def _pick(entry: ConfigEntry, file: _File) -> Pick:
-    key = file.keys[entry.key]
-    meant: set[Tactic | None] = {None}
-    if key is not None and file.contract is not None and _has_form(key, file.contract):
-        tables = tables_of(key, file.side.flashinfer, file.arch)
-        stage = key.stage or 1
-        # -1 runs the first tactic of the stage.
-        meant = {
-            t.tactic(t.fallback_id(stage)) if entry.tactic_id == -1 else tactic_of(t, stage, entry.tactic_id)
-            for t in tables
-        }
-    return Pick(entry.key, entry.tactic_id, meant.pop() if len(meant) == 1 else None, _plausible(entry.time_ms))
-
-
-def _layer(text: str, file: _File) -> tuple[MoEShape | None, str]:
-    key = file.keys[text]
-    if key is not None and file.contract is not None and file.contract.extras:
-        with contextlib.suppress(SynthError):
-            return key.shape(file.side.flashinfer), key.quant(file.side.flashinfer) or ""
-    return None, ""
-
-
-def _metadata(a: ConfigFile, b: ConfigFile) -> tuple[tuple[str, object, object], ...]:
-    first, second = (c.metadata if isinstance(c.metadata, dict) else {"_metadata": c.metadata} for c in (a, b))
+def _metadata(a: Config, b: Config) -> tuple[tuple[str, object, object], ...]:
+    first, second = (c.said if isinstance(c.metadata, dict) else {"_metadata": c.metadata} for c in (a, b))
     names = dict.fromkeys([*first, *second])
     return tuple(
         (name, first.get(name), second.get(name)) for name in names if repr(first.get(name)) != repr(second.get(name))
@@ -398,7 +367,7 @@ def _metadata(a: ConfigFile, b: ConfigFile) -> tuple[tuple[str, object, object],
 
 def _stated(pair: Pair, first: _File, second: _File) -> Iterator[Times]:
     """Yield the times that the files and their sidecars state."""
-    record_a, record_b = first.records.get(pair.a.key), second.records.get(pair.b.key)
+    record_a, record_b = first.config.records.get(pair.a.key), second.config.records.get(pair.b.key)
     if pair.a.ms is not None and pair.b.ms is not None:
         yield Times("stated", (_kind(record_a, first), _kind(record_b, second)), pair.a.ms, pair.b.ms)
     for record in (record_a, record_b):
@@ -418,13 +387,13 @@ def _plausible(ms: float | None) -> float | None:
     return ms if ms is not None and _LEAST_MS <= ms <= _MOST_MS else None
 
 
-def _kind(record: sidecars.Record | None, file: _File) -> str:
+def _kind(record: Record | None, file: _File) -> str:
     if record is not None:
         return record.source
-    return "unknown" if isinstance(file.config.metadata, dict) and "synth" in file.config.metadata else "tuned"
+    return "unknown" if "synth" in file.config.said else "tuned"
 
 
-def _times_of(record: sidecars.Record | None) -> dict[str, float]:
+def _times_of(record: Record | None) -> dict[str, float]:
     if record is None:
         return {}
     found = {record.runner_up: record.runner_up_ms, record.tactic: record.ms}

@@ -1,12 +1,20 @@
-"""What :mod:`synth.checking.check` finds, and how findings are grouped."""
+"""What a check finds: the texts of ``findings.toml``, filled in, and how findings are grouped."""
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from importlib import resources
 
 from synth.catalog.untrusted import printable
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 #: Severities, worst first: the entry or file is not served; it is, at a cost; worth knowing.
 SEVERITIES = ("error", "warning", "note")
@@ -19,13 +27,11 @@ class Finding:
     Attributes
     ----------
     code : str
-        Stable name of the kind of finding.
+        What kind it is, the same for every entry.
     key : str
-        The entry's key as it is in the file, ``""`` for the file as a whole.
-    message : str
-        What is wrong, one line. It may quote the file: what isn't printable in it is escaped.
-    way_out : str
-        What to do about it, one line.
+        The entry's key, as it stands in the file; ``""`` for the whole file.
+    message, way_out : str
+        Printable: a file's texts are escaped.
     severity : str
         One of :data:`SEVERITIES`.
     """
@@ -41,6 +47,26 @@ class Finding:
         object.__setattr__(self, "way_out", printable(self.way_out))
 
 
+@functools.cache
+def _texts() -> Mapping[str, Mapping[str, str]]:
+    text = (resources.files("synth.checking") / "findings.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)
+
+
+def finding(name: str, key: str = "", /, *, severity: str | None = None, **facts: object) -> Finding:
+    """Return the finding that ``findings.toml`` has under `name`, with the `facts` in its texts.
+
+    Parameters
+    ----------
+    severity : str, optional
+        Another one than the usual.
+    """
+    texts = _texts()[name]
+    code = name.partition("/")[0]
+    message, way_out = (texts[part].format_map(facts) for part in ("says", "way_out"))
+    return Finding(code, key, message, way_out, severity or texts["severity"])
+
+
 @dataclass(frozen=True)
 class FindingGroup:
     """Findings of one code: how many, and the first as an example."""
@@ -52,15 +78,9 @@ class FindingGroup:
 
 
 def summary(findings: Iterable[Finding]) -> tuple[FindingGroup, ...]:
-    """Group findings by code, worst and most frequent first.
-
-    Examples
-    --------
-    >>> [(g.code, g.count) for g in summary([Finding("bucket", "k", "m", "w")] * 3)]
-    [('bucket', 3)]
-    """
+    """Group findings by code, worst and most frequent first."""
     groups: dict[tuple[str, str], list[Finding]] = defaultdict(list)
-    for finding in findings:
-        groups[finding.severity, finding.code].append(finding)
+    for one in findings:
+        groups[one.severity, one.code].append(one)
     ordered = sorted(groups.items(), key=lambda g: (SEVERITIES.index(g[0][0]), -len(g[1]), g[0][1]))
     return tuple(FindingGroup(code, severity, len(found), found[0]) for (severity, code), found in ordered)

@@ -16,8 +16,10 @@ from synth import __version__
 from synth.catalog.devices import Device
 from synth.catalog.shapes import Deployment, MoEShape
 from synth.choosing.choose import Choice, choose
-from synth.configs.formats import BUNDLED_PREFIX, ConfigEntry, dumps_bundled, dumps_json
+from synth.configs.model import BUNDLED_PREFIX, Entry
+from synth.configs.module import dumps_bundled
 from synth.configs.sidecar import SOURCES, Record, Sidecar, sidecar_path
+from synth.configs.v1 import dumps_json
 from synth.errors import SynthError
 from synth.flashinfer.buckets import map_to_bucket, token_buckets
 from synth.flashinfer.calls import ENGINES, SERVER_MAX_TOKENS
@@ -213,7 +215,7 @@ def emit(
     by_quant = {q: [d for d in deployments if d.quant == q] for q in sources}
     total = sum(len({d.shape_for(engine) for d in ds for engine in engines}) for ds in by_quant.values())
     done = 0
-    entries: dict[str, ConfigEntry] = {}
+    entries: dict[str, Entry] = {}
     records: list[Record] = []
     tallies = []
     for quant, wanted in by_quant.items():
@@ -410,7 +412,7 @@ def _render(
     flashinfer: str,
     choices: dict[_Place, Choice],
     measured: bool,
-    entries: dict[str, ConfigEntry],
+    entries: dict[str, Entry],
     records: list[Record],
 ) -> Tally:
     """Add the entries of one quantization and their records; with `measured` none that are analytical."""
@@ -445,7 +447,7 @@ def _render(
         else:
             tactic_id = (table if fused else unfused).id_of(stage, choice.tactic)
             for key in fresh:
-                entries[key] = ConfigEntry(
+                entries[key] = Entry(
                     key, tactic_id, choice.ms, choice.runner_up_ms, choice.margin, choice.candidates
                 )
             by_source[source] = by_source.get(source, 0) + len(fresh)

@@ -36,7 +36,9 @@ def contribute(
     compared are refused: each one is looked up in the measurements again.
     """
     from synth.catalog.paths import readable
-    from synth.checking.contribution import REASONS, prepare, read_layer_times, write
+    from synth.checking.contribution import REASONS, prepare
+    from synth.checking.pull_request import read_layer_times, write
+    from synth.gpu.replay import replay
     from synth.reporting import report
     from synth.reporting.console import problems
 
@@ -45,7 +47,13 @@ def contribute(
     layers = read_layer_times(layer_times) if layer_times else []
     found = prepare(file, measurements, only_verified=only_verified, problems=bad)
     problems(bad)
-    files = write(found, output, lambda config: report(config, model_folders=models, measurements=measurements), layers)
+    files = write(
+        found,
+        output,
+        lambda module: replay(module, device=found.device.name),
+        lambda config: report(config, model_folders=models, measurements=measurements),
+        layers,
+    )
     for path in files:
         click.echo(f"-> {path}")
     click.echo(f"{found.entries} entries; {sum(found.refused.values())} left out")

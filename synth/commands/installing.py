@@ -13,7 +13,7 @@ import click
 from synth.errors import SynthError
 
 if TYPE_CHECKING:
-    from synth.servers.installing import Installation, Removal
+    from synth.servers.installation import Installation, Removal
     from synth.servers.placing import Change
 
 #: Files that are printed, before the rest is only counted.
@@ -38,14 +38,15 @@ def install(file: Path | None, engine: str, folder: Path | None, device: str | N
     those that the server tuned; the server's other entries stay. For FlashInfer they are written into its managed
     store, by the FlashInfer that is installed here. What was there is kept in .synth-install beside it.
     """
+    from synth.gpu import here
     from synth.servers import installing
 
     if undo:
-        _print_removal(installing.uninstall(engine, folder=folder, dry_run=dry_run), dry_run)
+        _print_removal(installing.uninstall(engine, folder=folder, here=here, dry_run=dry_run), dry_run)
         return
     if file is None:
         raise SynthError("name the config to install, or take the last one back with --undo")
-    done = installing.install(file, engine, folder=folder, device=device, dry_run=dry_run)
+    done = installing.install(file, engine, folder=folder, device=device, here=here, dry_run=dry_run)
     _print(done, file, dry_run)
     sys.exit(0 if done.report is None or done.report.ok else 1)
 

@@ -38,30 +38,27 @@ def port(
     from synth.catalog.devices import get_device
     from synth.catalog.schemes import QUANTS
     from synth.choosing.emission import output_paths, write
-    from synth.configs.formats import read
-    from synth.configs.porting import REASONS, gpu_of
+    from synth.configs.porting import REASONS
     from synth.configs.porting import port as run
-    from synth.configs.sidecar import read as read_sidecar
+    from synth.configs.reading import read
     from synth.flashinfer.versions import contract_for
 
     contract_for(to)
     config = read(file)
-    named = gpu_of(file, config)
     file_format = file_format or ("bundled" if output.endswith(".py") else "json")
     ported = run(
         config,
         to,
         source=source,
-        device=get_device(device).name if device else named,
+        device=get_device(device).name if device else None,
         layers=wanted_layers(QUANTS, **layer),
         file_format=file_format,
-        sidecar=read_sidecar(file),
     )
     (path,) = output_paths([get_device(ported.device)], output, file_format)
     if path.exists() and path.samefile(file):
         raise SynthError(f"-o {output} is the file that is read; name another one")
     write([ported], [path])
-    click.echo(f"{path}: {ported.entries} entries for FlashInfer {to}, from {len(config.raw)} for {ported.source}")
+    click.echo(f"{path}: {ported.entries} entries for FlashInfer {to}, from {len(config.entries)} for {ported.source}")
     for reason, count in ported.dropped.items():
         click.echo(f"dropped {count}: {REASONS[reason]}")
     click.echo(f"next: synth check {path} --flashinfer {to}")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from synth.configs.formats import GENERATION, METADATA, RECORDS, ConfigFile
+from synth.configs.model import Config, Entry
+from synth.configs.v1 import dumps_as_served
 from synth.errors import SynthError
 from synth.flashinfer.versions import contract_for
 
@@ -33,52 +33,36 @@ class Merged:
     kept: int
 
 
-def merge(ours: ConfigFile, theirs: ConfigFile) -> Merged:
+def merge(ours: Config, theirs: Config) -> Merged:
     """Return `theirs` with the entries of `ours`, which win for the same key.
 
     Metadata and all other entries stay as they are. The file is written in the form of FlashInfer's ``save_configs``:
     metadata, then records of other producers, then the entries by key, then, where there was one, the hash of all
     that.
     """
-    entries = {**theirs.raw, **ours.raw}
-    data = render(theirs.metadata, entries, theirs.special)
+    entries = {e.text: e for e in (*theirs.entries, *ours.entries)}
+    data = dumps_as_served(replace(theirs, entries=tuple(entries.values())))
     there = [key for key in ours.raw if key in theirs.raw]
     equal = sum(same(theirs.raw[key], ours.raw[key]) for key in there)
     return Merged(data, len(ours.raw) - len(there), len(there) - equal, equal, len(entries) - len(ours.raw))
 
 
-def render(metadata: object, entries: Mapping[str, object], special: Mapping[str, object]) -> bytes:
-    """Return a file as FlashInfer 0.7.4's ``AutoTuner.save_configs`` writes it."""
-    content: dict[str, object] = {}
-    if metadata is not None:
-        content[METADATA] = metadata
-    if RECORDS in special:
-        content[RECORDS] = special[RECORDS]
-    content.update((key, entries[key]) for key in sorted(entries))
-    if GENERATION in special:
-        # vLLM counts it among the entries when it compares ranks, so that it may not come or go.
-        canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
-        content[GENERATION] = hashlib.sha256(canonical.encode()).hexdigest()
-    return json.dumps(content, indent=2).encode()
-
-
-def without(current: ConfigFile, previous: ConfigFile, original: ConfigFile | None) -> ConfigFile:
+def without(current: Config, previous: Config, original: Config | None) -> Config:
     """Return `current` as if `previous` had never been merged into `original`.
 
-    An entry that is still the previous config's gives way to the original's, or goes where there was none. What a
-    server wrote since stays.
+    An entry that the server has written since stays.
     """
-    raw = dict(current.raw)
-    for key, value in previous.raw.items():
-        if key in raw and same(raw[key], value):
-            if original is not None and key in original.raw:
-                raw[key] = original.raw[key]
-            else:
-                del raw[key]
-    return ConfigFile(current.kind, current.metadata, raw, current.special)
+    before = {e.text: e for e in original.entries} if original is not None else {}
+    entries: list[Entry] = []
+    for entry in current.entries:
+        if entry.text not in previous.raw or not same(entry.value, previous.raw[entry.text]):
+            entries.append(entry)
+        elif entry.text in before:
+            entries.append(before[entry.text])
+    return replace(current, entries=tuple(entries))
 
 
-def check_metadata(path: Path, ours: ConfigFile, theirs_path: Path, theirs: ConfigFile) -> None:
+def check_metadata(path: Path, ours: Config, theirs_path: Path, theirs: Config) -> None:
     """See that a config may go into a server's file: both are for the same environment.
 
     A wildcard on either side fits everything, as in FlashInfer.

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from synth.catalog.devices import load_devices
 from synth.catalog.schemes import STAGES
 from synth.catalog.shapes import Deployment, MoEShape
-from synth.configs.formats import BUNDLED_PREFIX, ConfigEntry, ConfigFile, dumps_bundled, dumps_json
+from synth.configs.model import Config, Entry
+from synth.configs.module import dumps_bundled
 from synth.configs.sidecar import Sidecar
+from synth.configs.v1 import dumps_json
 from synth.errors import SynthError
 from synth.flashinfer.buckets import is_grid_bucket
 from synth.flashinfer.calls import ENGINES, signatures
-from synth.flashinfer.keys import parse_key, render_keys, signature_keys
+from synth.flashinfer.keys import render_keys, signature_keys
 from synth.flashinfer.legality import smem_block_bytes, why_not
 from synth.flashinfer.reachability import unreachable
 from synth.flashinfer.tactics import Tactic, TacticTable, load_tables
@@ -91,23 +90,14 @@ class _DroppedError(Exception):
 _Calls = dict[str, list[tuple[MoEShape, str, tuple[str, ...]]]]
 
 
-def gpu_of(path: Path, config: ConfigFile) -> str | None:
-    """Return the GPU that a config is for: by its metadata, or by the name that FlashInfer gives a bundled one."""
-    if config.gpu or not path.stem.startswith(BUNDLED_PREFIX):
-        return config.gpu
-    name = path.stem.removeprefix(BUNDLED_PREFIX)
-    return next((d.name for d in load_devices() if d.name.replace(" ", "_") == name), None)
-
-
 def port(
-    config: ConfigFile,
+    config: Config,
     to: str,
     *,
     source: str | None = None,
     device: str | None = None,
     layers: Sequence[Deployment] = (),
     file_format: str = "json",
-    sidecar: Sidecar | None = None,
 ) -> Ported:
     """Rewrite a config for another FlashInfer version.
 
@@ -118,7 +108,7 @@ def port(
 
     Parameters
     ----------
-    config : ConfigFile
+    config : Config
     to : str
         FlashInfer version.
     source : str, optional
@@ -131,8 +121,6 @@ def port(
         fused finalize step.
     file_format : str
         ``"json"`` or ``"bundled"``.
-    sidecar : Sidecar, optional
-        What `config` came with.
 
     Raises
     ------
@@ -147,10 +135,10 @@ def port(
     after = contract_for(to)
     if file_format == "json" and not after.metadata_keys:
         raise SynthError(f"FlashInfer {to} reads no JSON configs; write a bundled one: -o FOLDER/ --format bundled")
-    calls = {} if contract_for(source).extras else _calls(config.entries, layers, arch, source, to)
-    dropped = Counter(malformed=len(config.raw) - len(config.entries))
-    found: dict[str, list[tuple[ConfigEntry, _Meaning]]] = {}
-    for entry in config.entries:
+    calls = {} if contract_for(source).extras else _calls(config.served, layers, arch, source, to)
+    dropped = Counter(malformed=len(config.entries) - len(config.served))
+    found: dict[str, list[tuple[Entry, _Meaning]]] = {}
+    for entry in config.served:
         try:
             meanings = _meanings(entry, source, to, device, arch, calls)
         except _DroppedError as e:
@@ -164,20 +152,20 @@ def port(
     contradicted: dict[str, None] = {}
     for key, those in found.items():
         if len({meaning.tactic for _, meaning in those}) > 1:
-            contradicted.update(dict.fromkeys(entry.key for entry, _ in those))
+            contradicted.update(dict.fromkeys(entry.text for entry, _ in those))
             continue
         entry, meaning = those[0]
         if after.entry_elements < 4:
-            entry = ConfigEntry(entry.key, entry.tactic_id)
-        entries.append(replace(entry, key=key, tactic_id=meaning.tactic_id))
+            entry = Entry(entry.text, entry.tactic_id)
+        entries.append(replace(entry, text=key, tactic_id=meaning.tactic_id))
         for old, _ in those:
-            renamed.setdefault(old.key, {})[key] = None
+            renamed.setdefault(old.text, {})[key] = None
     dropped["conflict"] = len(contradicted.keys() - renamed.keys())
     counts = {reason: dropped[reason] for reason in REASONS if dropped[reason]}
     if not entries:
         why = "; ".join(f"{n}: {REASONS[reason]}" for reason, n in counts.items()) or "the file has none"
         raise SynthError(f"no entry can be taken over from FlashInfer {source} to {to}: {why}")
-    rewritten = sidecar.renamed(renamed, to, source) if sidecar else None
+    rewritten = config.sidecar.renamed(renamed, to, source) if config.sidecar else None
     provenance = _provenance(config, source, counts, len(entries), rewritten)
     if rewritten is not None:
         rewritten = replace(rewritten, head={**rewritten.head, **provenance})
@@ -191,14 +179,8 @@ def port(
     return Ported(data, rewritten.dumps(data) if rewritten else None, device, source, len(entries), counts)
 
 
-def version_of(config: ConfigFile) -> str | None:
-    """Return the FlashInfer version that a config's metadata names, None for a wildcard, an unknown or none."""
-    version = config.metadata.get("flashinfer_version") if isinstance(config.metadata, dict) else None
-    return version if isinstance(version, str) and version not in ("*", "unknown", "None", "") else None
-
-
-def _version(config: ConfigFile, said: str | None) -> str:
-    named = version_of(config)
+def _version(config: Config, said: str | None) -> str:
+    named = config.flashinfer
     if named and said and named != said:
         raise SynthError(f"--from {said}: the file says that it was tuned under FlashInfer {named}")
     if not (named or said):
@@ -206,7 +188,7 @@ def _version(config: ConfigFile, said: str | None) -> str:
     return str(named or said)
 
 
-def _gpu(config: ConfigFile, said: str | None) -> str:
+def _gpu(config: Config, said: str | None) -> str:
     if config.gpu and said and config.gpu != said:
         raise SynthError(f"--device {said}: the file is for {config.gpu}")
     if not (config.gpu or said):
@@ -214,12 +196,12 @@ def _gpu(config: ConfigFile, said: str | None) -> str:
     return str(config.gpu or said)
 
 
-def _calls(entries: Iterable[ConfigEntry], layers: Sequence[Deployment], arch: str, source: str, to: str) -> _Calls:
+def _calls(entries: Iterable[Entry], layers: Sequence[Deployment], arch: str, source: str, to: str) -> _Calls:
     """Return which calls of `layers` look a key without extras up, and their keys under FlashInfer `to`."""
     wanted: dict[int, set[str]] = {}
     for entry in entries:
-        with contextlib.suppress(SynthError):
-            wanted.setdefault(parse_key(entry.key).bucket, set()).add(entry.key)
+        if entry.key is not None:
+            wanted.setdefault(entry.key.bucket, set()).add(entry.text)
     found: _Calls = {}
     for layer, engine in itertools.product(layers, ENGINES):
         if _tables(arch, layer.quant, source, to, True) is None:
@@ -237,7 +219,7 @@ def _calls(entries: Iterable[ConfigEntry], layers: Sequence[Deployment], arch: s
     return found
 
 
-def _meanings(entry: ConfigEntry, source: str, to: str, device: str, arch: str, calls: _Calls) -> list[_Meaning]:
+def _meanings(entry: Entry, source: str, to: str, device: str, arch: str, calls: _Calls) -> list[_Meaning]:
     """Return what an entry becomes.
 
     Raises
@@ -245,10 +227,9 @@ def _meanings(entry: ConfigEntry, source: str, to: str, device: str, arch: str, 
     _DroppedError
         When it has no counterpart.
     """
-    try:
-        key = parse_key(entry.key)
-    except SynthError:
-        raise _DroppedError("malformed") from None
+    key, tactic_id = entry.key, entry.tactic_id
+    if key is None or tactic_id is None:
+        raise _DroppedError("malformed")
     if unreachable(key, source, arch) or not _has_bucket(key.bucket, source):
         raise _DroppedError("dead-key")
     stage = key.stage or 1
@@ -261,14 +242,14 @@ def _meanings(entry: ConfigEntry, source: str, to: str, device: str, arch: str, 
             raise _DroppedError("unknown-quant")
         fits = [(key.shape(source), quant, keys)]
     else:
-        fits, fused = calls.get(entry.key, []), True
+        fits, fused = calls.get(entry.text, []), True
         if not fits:
             raise _DroppedError("unknown-layer")
     if not fused and not contract_for(to).extras:
         raise _DroppedError("unfused")
     if not _has_bucket(key.bucket, to):
         raise _DroppedError("bucket")
-    if entry.tactic_id == -1:
+    if tactic_id == -1:
         raise _DroppedError("fallback")
     tactics: dict[str, Tactic] = {}
     after: dict[str, TacticTable] = {}
@@ -279,11 +260,9 @@ def _meanings(entry: ConfigEntry, source: str, to: str, device: str, arch: str, 
         before, after[quant] = tables
         # Where a gemm2 id can be misread, one from gemm1's range can only be meant as it is served; another one is
         # what the tuner timed, whatever was served for it.
-        tactic_id = entry.tactic_id
-        if tactic_id not in before.ids(stage):
-            tactic_id = served_id(before, stage, tactic_id)
-        if tactic_id in before.ids(stage):
-            tactics[quant] = before.tactic(tactic_id)
+        meant = tactic_id if tactic_id in before.ids(stage) else served_id(before, stage, tactic_id)
+        if meant in before.ids(stage):
+            tactics[quant] = before.tactic(meant)
     if not tactics:
         raise _DroppedError("no-such-id")
     if len(tactics) > 1:
@@ -316,18 +295,15 @@ def _tables(arch: str, quant: str, source: str, to: str, fused: bool) -> tuple[T
 
 
 def _provenance(
-    config: ConfigFile, source: str, dropped: Mapping[str, int], entries: int, sidecar: Sidecar | None
+    config: Config, source: str, dropped: Mapping[str, int], entries: int, sidecar: Sidecar | None
 ) -> dict[str, Any]:
     """Return what the new metadata says of where it comes from; no entry counts as measured under the new version."""
-    own = config.metadata.get("synth") if isinstance(config.metadata, dict) else None
-    own = own if isinstance(own, dict) else {}
+    own = config.provenance
     if sidecar is not None:
         counts = sidecar.counts()
     else:
-        before = own.get("entries")
-        analytical = before.get("analytical", 0) if isinstance(before, dict) else 0
         # Which ones are left can't be told without the sidecar: rather too many than too few.
-        analytical = min(analytical, entries) if type(analytical) is int and analytical > 0 else 0
+        analytical = max(min(config.count("entries", "analytical"), entries), 0)
         counts = {"predicted": entries - analytical, "analytical": analytical}
     return {
         **own,

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -85,14 +85,6 @@ class Record:
         return self.fallback_ms / self.ms if self.fallback_ms and self.ms else None
 
 
-#: Names in the file that are no names in Python.
-_NAMES = {"within_1": "within_1%", "within_2": "within_2%"}
-_TEXTS = ("shape", "quant", "source", "tactic", "runner_up", "ported_from")
-_LISTS = ("labels", "keys")
-_TRUTHS = ("fused_finalize", "written")
-_COUNTS = ("stage", "bucket")
-
-
 @dataclass(frozen=True)
 class Sidecar:
     """What a config came with.
@@ -149,7 +141,7 @@ def sidecar_path(config: Path) -> Path:
     return config.with_name(config.name + _SUFFIX)
 
 
-def read(config: Path) -> Sidecar | None:
+def read(config: Path, sha256: str) -> Sidecar | None:
     """Read the sidecar beside a config, None where there is none.
 
     Raises
@@ -161,14 +153,13 @@ def read(config: Path) -> Sidecar | None:
     if not os.path.lexists(path):
         return None
     data = untrusted.read_bytes(path, _MAX_BYTES, "sidecar; move it away to go on without")
-    digest = hashlib.sha256(untrusted.read_bytes(config, _MAX_BYTES, "config")).hexdigest()
     try:
         value = untrusted.loads(data, constants=False)
     except ValueError as e:
         raise SynthError(f"{path} is not JSON ({untrusted.first_line(e)}); move it away to go on without") from e
     if not isinstance(value, dict) or not isinstance(value.get("choices"), list):
         raise SynthError(f"{path} has no list of choices; move it away to go on without")
-    if value.pop("config_sha256", None) != digest:
+    if value.pop("config_sha256", None) != sha256:
         raise SynthError(
             f"{path} belongs to other contents than {config.name} has; emit both anew, or move it away to go on without"
         )
@@ -185,7 +176,7 @@ def read(config: Path) -> Sidecar | None:
 
 
 def _as_json(record: Record) -> dict[str, Any]:
-    found = {_NAMES.get(f.name, f.name): getattr(record, f.name) for f in fields(record)}
+    found = {name: getattr(record, attribute) for attribute, name, _ in _FIELDS}
     if not record.ported_from:
         del found["ported_from"]
     return found
@@ -195,22 +186,49 @@ def _record(choice: object) -> Record:
     """Return a record, or raise with the name of the field that is wrong."""
     if not isinstance(choice, dict):
         raise TypeError("the object")
-    values: dict[str, Any] = {}
-    for field in fields(Record):
-        name = _NAMES.get(field.name, field.name)
-        value = choice.get(name, "") if name == "ported_from" else choice[name]
-        if field.name in _TEXTS:
-            good = isinstance(value, str)
-        elif field.name in _LISTS:
-            good = isinstance(value, list) and all(isinstance(v, str) for v in value)
-            value = tuple(value) if good else value
-        elif field.name in _TRUTHS:
-            good = isinstance(value, bool)
-        elif field.name in _COUNTS:
-            good = type(value) is int and value > 0
-        else:
-            good = value is None or (type(value) in (int, float) and math.isfinite(value))
-        if not good or (field.name == "source" and value not in SOURCES):
+    choice.setdefault("ported_from", "")
+    values: list[Any] = []
+    for _, name, good in _FIELDS:
+        value = choice[name]
+        if not good(value):
             raise ValueError(name)
-        values[field.name] = value
-    return Record(**values)
+        values.append(tuple(value) if isinstance(value, list) else value)
+    return Record(*values)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_source(value: object) -> bool:
+    return isinstance(value, str) and value in SOURCES
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(v, str) for v in value)
+
+
+def _is_truth(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value > 0
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or (type(value) in (int, float) and math.isfinite(value))
+
+
+#: What each field of a record may be, by its name in Python and in the file.
+_KINDS: dict[str, Callable[[object], bool]] = {
+    **dict.fromkeys(("shape", "quant", "tactic", "runner_up", "ported_from"), _is_text),
+    **dict.fromkeys(("labels", "keys"), _is_list),
+    **dict.fromkeys(("fused_finalize", "written"), _is_truth),
+    **dict.fromkeys(("stage", "bucket"), _is_count),
+    "source": _is_source,
+}
+_NAMES = {"within_1": "within_1%", "within_2": "within_2%"}
+_FIELDS: tuple[tuple[str, str, Callable[[Any], bool]], ...] = tuple(
+    (f.name, _NAMES.get(f.name, f.name), _KINDS.get(f.name, _is_number)) for f in fields(Record)
+)

@@ -6,7 +6,8 @@ import functools
 import itertools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from synth.catalog.shapes import Deployment, MoEShape
@@ -169,6 +170,103 @@ def render_keys(
     )
 
 
+#: Flags of a call under which weights are packed or scaled in ways that no tactics are known for.
+_OTHER_SCALINGS = (
+    "use_deepseek_fp8_block_scale",
+    "use_w4_group_scaling",
+    "use_wfp4afp8_humming",
+    "use_packed_weights",
+)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What all keys of one layer and call have in common: everything but operation, runner and bucket.
+
+    Attributes
+    ----------
+    text : str
+        What is common to the texts of the keys. It alone is compared: to Python, 1 and True are equal.
+    shapes : tuple of tuple of int
+        Of x without its tokens, gemm1's weights and bias, gemm2's weights and bias.
+    extras : tuple or None
+        None in the 3-tuple keys of FlashInfer up to 0.6.12.
+    """
+
+    text: str
+    shapes: tuple[tuple[int, ...], ...] = field(compare=False)
+    extras: tuple[Extra, ...] | None = field(compare=False)
+
+    @functools.cached_property
+    def has_layer_form(self) -> bool:
+        """Whether there are five shapes, each with as many sizes as an MoE layer's."""
+        return [len(s) for s in self.shapes[:2]] == [1, 3] and len(self.shapes) == 5 and len(self.shapes[3]) == 3
+
+    def fits(self, contract: Contract) -> bool:
+        """Tell whether keys of this contract have as many extras."""
+        return (contract.extras is None) == (self.extras is None) and len(contract.extras or ()) == len(
+            self.extras or ()
+        )
+
+    def named(self, flashinfer: str = DEFAULT_FLASHINFER) -> Mapping[str, Extra]:
+        """Return the extras by name.
+
+        Raises
+        ------
+        SynthError
+            When the key has another form than this version's, or this version's keys have no extras.
+        """
+        return _named(self, flashinfer)
+
+    def quant(self, flashinfer: str = DEFAULT_FLASHINFER) -> str | None:
+        """Return the quantization, None for one that synth has no tactics for; errors as :meth:`named`."""
+        return _quant(self, flashinfer)
+
+    def shape(self, flashinfer: str = DEFAULT_FLASHINFER) -> MoEShape:
+        """Return the layer on one rank; meaningful only where nothing keeps the key from being looked up.
+
+        Raises
+        ------
+        SynthError
+            When the key has another form, or the sizes make no layer.
+        """
+        return _layer(self, flashinfer)
+
+
+@functools.lru_cache(maxsize=4096)
+def _named(call: Call, flashinfer: str) -> Mapping[str, Extra]:
+    contract = contract_for(flashinfer)
+    if not contract.extras or call.extras is None or not call.fits(contract):
+        raise SynthError(f"{form_text(call.extras)} has no extras that FlashInfer {flashinfer} knows by name")
+    return MappingProxyType(dict(zip(contract.extras, call.extras, strict=True)))
+
+
+@functools.lru_cache(maxsize=4096)
+def _quant(call: Call, flashinfer: str) -> str | None:
+    e = call.named(flashinfer)
+    return quant_of(
+        str(e["x_dtype"]),
+        str(e["weight_dtype"]),
+        mxfp8=e["use_mxfp8_act_scaling"] is True,
+        other_scaling=any(e[name] is True for name in _OTHER_SCALINGS),
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _layer(call: Call, flashinfer: str) -> MoEShape:
+    e = call.named(flashinfer)
+    gated = ACTIVATION_TYPES.get(int(e["activation_type"]), ("", True))[1]
+    experts, n1, _ = call.shapes[1]
+    return MoEShape(
+        hidden=call.shapes[3][1],
+        inter=n1 // 2 if gated else n1,
+        experts=experts,
+        top_k=int(e["top_k"]),
+        ep_size=int(e["ep_size"]),
+        gated=gated,
+    )
+
+
 @dataclass(frozen=True)
 class Key:
     """A file key, taken apart.
@@ -178,27 +276,33 @@ class Key:
     text : str
         The key as it is in the file.
     op, runner : str
-    shapes : tuple of tuple of int
-        x, gemm1 weights, gemm1 bias, gemm2 weights, gemm2 bias.
-    extras : tuple or None
-        None in the 3-tuple keys of FlashInfer up to 0.6.12.
+    bucket : int
+        The token bucket.
+    call : Call
+        What it has in common with the other keys of its layer and call.
     """
 
     text: str
     op: str
     runner: str
-    shapes: tuple[tuple[int, ...], ...]
-    extras: tuple[Extra, ...] | None
+    bucket: int
+    call: Call
 
     @property
     def stage(self) -> int | None:
         """1 or 2, None for another operation."""
-        return next((stage for stage, op in OPS.items() if op == self.op), None)
+        return _STAGES.get(self.op)
 
     @property
-    def bucket(self) -> int:
-        """The token bucket."""
-        return self.shapes[0][0]
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """x, gemm1 weights, gemm1 bias, gemm2 weights, gemm2 bias."""
+        x, *others = self.call.shapes
+        return (self.bucket, *x), *others
+
+    @property
+    def extras(self) -> tuple[Extra, ...] | None:
+        """None in the 3-tuple keys of FlashInfer up to 0.6.12."""
+        return self.call.extras
 
     @property
     def rendered(self) -> str:
@@ -206,72 +310,30 @@ class Key:
         head = (self.op, self.runner, self.shapes)
         return str(head if self.extras is None else (*head, self.extras))
 
-    def named(self, flashinfer: str = DEFAULT_FLASHINFER) -> dict[str, Extra]:
-        """Return the extras by name.
-
-        Raises
-        ------
-        SynthError
-            When the key has another form than this version's, or this version's keys have no extras.
-        """
-        names = contract_for(flashinfer).extras
-        if not names or self.extras is None or len(names) != len(self.extras):
-            raise SynthError(f"{form_text(self.extras)} has no extras that FlashInfer {flashinfer} knows by name")
-        return dict(zip(names, self.extras, strict=True))
-
-    def group(self) -> tuple[tuple[tuple[int, ...], ...], tuple[Extra, ...] | None]:
-        """Return what all keys of one layer and call have in common: everything but operation and bucket."""
-        return ((self.shapes[0][1:], *self.shapes[1:]), self.extras)
+    def named(self, flashinfer: str = DEFAULT_FLASHINFER) -> Mapping[str, Extra]:
+        """See :meth:`Call.named`."""
+        return self.call.named(flashinfer)
 
     def quant(self, flashinfer: str = DEFAULT_FLASHINFER) -> str | None:
-        """Return the quantization, None for one that synth has no tactics for."""
-        e = self.named(flashinfer)
-        return quant_of(
-            str(e["x_dtype"]),
-            str(e["weight_dtype"]),
-            mxfp8=e["use_mxfp8_act_scaling"] is True,
-            other_scaling=any(
-                e[name] is True
-                for name in (
-                    "use_deepseek_fp8_block_scale",
-                    "use_w4_group_scaling",
-                    "use_wfp4afp8_humming",
-                    "use_packed_weights",
-                )
-            ),
-        )
+        """See :meth:`Call.quant`."""
+        return self.call.quant(flashinfer)
 
     def shape(self, flashinfer: str = DEFAULT_FLASHINFER) -> MoEShape:
-        """Return the layer on one rank; meaningful only where :func:`unreachable` finds nothing.
-
-        Raises
-        ------
-        SynthError
-            When the key has another form, or the sizes make no layer.
-        """
-        e = self.named(flashinfer)
-        gated = ACTIVATION_TYPES.get(int(e["activation_type"]), ("", True))[1]
-        experts, n1, _ = self.shapes[1]
-        return MoEShape(
-            hidden=self.shapes[3][1],
-            inter=n1 // 2 if gated else n1,
-            experts=experts,
-            top_k=int(e["top_k"]),
-            ep_size=int(e["ep_size"]),
-            gated=gated,
-        )
+        """See :meth:`Call.shape`."""
+        return self.call.shape(flashinfer)
 
 
+_STAGES = {op: stage for stage, op in OPS.items()}
 #: The longest key that is taken apart; FlashInfer's have 300 characters.
 _MAX_CHARS = 4096
 #: Deepest nesting: a key, its shapes, one shape, and one pair of parentheses more than needed.
 _MAX_DEPTH = 4
 #: A mark, a number, a text without escapes, a truth value or a dtype, and the blanks before it.
 _WORD = re.compile(
-    r"""[ \t\n]*([(),]|-?(?:0|[1-9][0-9]{0,17})(?![\w.])|'[^'\\\n]*'|"[^"\\\n]*"|True|False|torch\.[A-Za-z_]\w*)"""
+    r"""[ \t\n]*([(),]|-?(?:0|[1-9][0-9]{0,63})(?![\w.])|'[^'\\\n]*'|"[^"\\\n]*"|True|False|torch\.[A-Za-z_]\w*)"""
 )
-#: What the keys of one layer and call don't share: operation, runner, and the shape of x.
-_HEAD = re.compile(r"\('([^'\\\n]*)', '([^'\\\n]*)', \(\(([1-9][0-9]{0,17}|0), ([1-9][0-9]{0,17}|0)\), ")
+#: What the keys of one layer and call don't share: operation, runner and bucket.
+_HEAD = re.compile(r"\('([^'\\\n]*)', '([^'\\\n]*)', \(\(([1-9][0-9]{0,63}|0), (?=[0-9])")
 
 
 def parse_key(text: str) -> Key:
@@ -285,17 +347,20 @@ def parse_key(text: str) -> Key:
     if len(text) > _MAX_CHARS:
         raise SynthError(f"a file key has at most {_MAX_CHARS} characters, this one {len(text)}")
     if (head := _HEAD.match(text)) is not None:
-        shapes, extras = _fields(f"('', '', ((0, 0), {text[head.end() :]}")
-        return Key(text, head[1], head[2], ((int(head[3]), int(head[4])), *shapes[1:]), extras)
-    value = _read(text)
-    return Key(text, value[0], value[1], *_fields(text))
+        # What follows the bucket is read once for all keys of a layer and call.
+        return Key(text, head[1], head[2], int(head[3]), _call(text[head.end() :]))
+    op, runner, shapes, *extras = _read(text)
+    return Key(text, op, runner, shapes[0][0], _as_call(text, shapes, extras))
 
 
 @functools.lru_cache(maxsize=4096)
-def _fields(text: str) -> tuple[tuple[tuple[int, ...], ...], tuple[Extra, ...] | None]:
-    """Return the shapes and the extras of a key, which many keys have in common."""
-    value = _read(text)
-    return value[2], value[3] if len(value) == 4 else None
+def _call(text: str) -> Call:
+    _, _, shapes, *extras = _read(f"('', '', ((0, {text}")
+    return _as_call(text, shapes, extras)
+
+
+def _as_call(text: str, shapes: tuple[tuple[int, ...], ...], extras: list[tuple[Extra, ...]]) -> Call:
+    return Call(text, (shapes[0][1:], *shapes[1:]), extras[0] if extras else None)
 
 
 def _read(text: str) -> tuple[Any, ...]:

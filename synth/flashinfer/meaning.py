@@ -6,7 +6,7 @@ import functools
 
 from synth.errors import SynthError
 from synth.flashinfer.calls import SIGNATURES
-from synth.flashinfer.keys import Key
+from synth.flashinfer.keys import Call
 from synth.flashinfer.tactics import Tactic, TacticTable, load_tables
 from synth.flashinfer.versions import served_id
 
@@ -17,36 +17,33 @@ _PACKED = {
 }
 
 
-def quants_of(key: Key, flashinfer: str) -> tuple[str, ...]:
-    """Return the quantizations that a key may be of; keys without extras tell no more than how values are packed.
+def packing(call: Call) -> tuple[int, int]:
+    """Return how many values one element of x and one of the weights hold, by the shapes; 0 where they don't fit."""
+    (x_columns,), (_, _, k1), _, (_, hidden, _), _ = call.shapes
+    x, weights = (hidden // n if n > 0 and hidden % n == 0 else 0 for n in (x_columns, k1))
+    return x, weights
 
-    Parameters
-    ----------
-    key : Key
-        With five shapes.
-    """
+
+@functools.lru_cache(maxsize=4096)
+def quants_of(call: Call, flashinfer: str) -> tuple[str, ...]:
+    """Return the quantizations that a call may be of; keys without extras tell no more than how values are packed."""
     try:
-        quant = key.quant(flashinfer)
+        quant = call.quant(flashinfer)
     except SynthError:
-        return _PACKED.get(packing(key), ())
+        return _PACKED.get(packing(call), ())
     return (quant,) if quant is not None else ()
 
 
-def packing(key: Key) -> tuple[int, int]:
-    """Return how many values one element of x and one of the weights hold, by the shapes; 0 where they don't fit."""
-    (_, x_columns), (_, _, k1), _, (_, hidden, _), _ = key.shapes
-    return tuple(hidden // n if n > 0 and hidden % n == 0 else 0 for n in (x_columns, k1))  # type: ignore[return-value]
-
-
-def tables_of(key: Key, flashinfer: str, arch: str | None) -> tuple[TacticTable, ...]:
-    """Return the tables that a key's id may be of, under an architecture or under any; none where none is known."""
+@functools.lru_cache(maxsize=4096)
+def tables_of(call: Call, flashinfer: str, arch: str | None) -> tuple[TacticTable, ...]:
+    """Return the tables that a call's ids may be of, under an architecture or under any; none where none is known."""
     fused = True
-    if key.extras:
+    if call.extras:
         try:
-            fused = key.named(flashinfer).get("use_fused_finalize") is not False
+            fused = call.named(flashinfer).get("use_fused_finalize") is not False
         except SynthError:
             return ()
-    return _tables(quants_of(key, flashinfer), flashinfer, arch, fused)
+    return _tables(quants_of(call, flashinfer), flashinfer, arch, fused)
 
 
 @functools.lru_cache(maxsize=256)

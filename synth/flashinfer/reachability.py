@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from synth.flashinfer.calls import ACTIVATION_TYPES, INT64, UINT8, Dtype
-from synth.flashinfer.keys import Key, form_text, short
+from synth.flashinfer.keys import Call, Key, form_text, short
 from synth.flashinfer.tactics import DEFAULT_FLASHINFER
 from synth.flashinfer.versions import CONTRACTS, OPS, RUNNER, arch_number, contract_for
 
@@ -40,28 +41,33 @@ def unreachable(key: Key, flashinfer: str = DEFAULT_FLASHINFER, arch: str | None
         return Unreachable("unknown-op", f"no MoE operation is named {key.op!r}", f"use {OPS[1]} or {OPS[2]}")
     if key.runner != RUNNER:
         return Unreachable("key-runner", f"the key names the runner {key.runner!r}, not {RUNNER}", again)
-    names = contract_for(flashinfer).extras
-    if (names is None) != (key.extras is None) or len(names or ()) != len(key.extras or ()):
+    contract = contract_for(flashinfer)
+    if not key.call.fits(contract):
         return Unreachable(
             _form_code(key.extras),
-            f"{form_text(key.extras)} {_form_versions(key.extras)}; "
-            f"FlashInfer {flashinfer} looks up {form_text(names)}",
+            f"{form_text(key.extras)} {_form_versions(key.call)}; "
+            f"FlashInfer {flashinfer} looks up {form_text(contract.extras)}",
             again,
         )
     if key.rendered != key.text:
         return Unreachable("key-spelling", f"FlashInfer writes this key as {short(key.rendered)}", again)
     if key.bucket < 1:
         return Unreachable("bucket", f"no token count is rounded to bucket {key.bucket}", again)
-    if names:
-        return _unreachable_extras(key, flashinfer, arch) or _unreachable_shapes(key, flashinfer)
-    return None
+    return _unreachable_call(key.call, flashinfer, arch) if contract.extras else None
+
+
+@functools.lru_cache(maxsize=4096)
+def _unreachable_call(call: Call, flashinfer: str, arch: str | None) -> Unreachable | None:
+    """Return why no bucket of a layer and call is ever looked up."""
+    return _unreachable_extras(call, flashinfer, arch) or _unreachable_shapes(call, flashinfer)
+
 
 _DTYPES = ("x_dtype", "weight_dtype", "output_dtype")
 _SIZES = ("top_k", "tp_size", "tp_rank", "ep_size", "ep_rank", "cluster_size", "cluster_rank", "activation_type")
 
 
-def _unreachable_extras(key: Key, flashinfer: str, arch: str | None) -> Unreachable | None:
-    e = key.named(flashinfer)
+def _unreachable_extras(call: Call, flashinfer: str, arch: str | None) -> Unreachable | None:
+    e = call.named(flashinfer)
     for name, value in e.items():
         kind: type = Dtype if name in _DTYPES else int if name in _SIZES else bool
         if type(value) is not kind:
@@ -88,19 +94,13 @@ def _unreachable_extras(key: Key, flashinfer: str, arch: str | None) -> Unreacha
     return None
 
 
-def _unreachable_shapes(key: Key, flashinfer: str) -> Unreachable | None:
-    e = key.named(flashinfer)
-    if [len(s) for s in key.shapes[:2]] != [2, 3] or len(key.shapes) != 5 or len(key.shapes[3]) != 3:
-        return Unreachable("shapes", "expected the shapes of x, weights, bias, weights, bias", "correct the key")
-    (_, x_cols), (experts, n1, k1), bias1, (experts2, n2, k2), bias2 = key.shapes
-    problem = ""
-    if min(n for s in (key.shapes[0], key.shapes[1], key.shapes[3]) for n in s) < 1:
-        problem = "a size is less than 1"
-    elif experts != experts2:
-        problem = f"gemm1 has {experts} experts, gemm2 {experts2}"
-    elif bias1 not in ((0,), (experts, n1)) or bias2 not in ((0,), (experts, n2)):
-        problem = "a bias is neither absent, (0,), nor (experts, columns)"
-    elif (quant := key.quant(flashinfer)) is not None:
+def _unreachable_shapes(call: Call, flashinfer: str) -> Unreachable | None:
+    e = call.named(flashinfer)
+    problem = impossible_sizes(call)
+    if not call.has_layer_form:
+        return Unreachable("shapes", problem, "correct the key")
+    (x_cols,), (experts, n1, k1), _, (_, n2, k2), _ = call.shapes
+    if not problem and (quant := call.quant(flashinfer)) is not None:
         weight_pack = 16 if e["weight_dtype"] == INT64 else 1
         x_pack = 2 if e["x_dtype"] == UINT8 else 1
         gated = ACTIVATION_TYPES[int(e["activation_type"])][1]
@@ -118,10 +118,24 @@ def _unreachable_shapes(key: Key, flashinfer: str) -> Unreachable | None:
     return Unreachable("shapes", problem, "correct the key") if problem else None
 
 
+def impossible_sizes(call: Call) -> str:
+    """Say why the sizes of a key's shapes are no layer's, whatever version and dtypes; ``""`` if they may be."""
+    if not call.has_layer_form:
+        return "expected the shapes of x, weights, bias, weights, bias"
+    x, (experts, n1, k1), bias1, (experts2, hidden, k2), bias2 = call.shapes
+    if min(*x, experts, n1, k1, experts2, hidden, k2) < 1:
+        return "a size is less than 1"
+    if experts != experts2:
+        return f"gemm1 has {experts} experts, gemm2 {experts2}"
+    if bias1 not in ((0,), (experts, n1)) or bias2 not in ((0,), (experts, hidden)):
+        return "a bias is neither absent, (0,), nor (experts, columns)"
+    return ""
+
+
 def _form_code(extras: tuple[object, ...] | None) -> str:
     return "key-3-tuple" if extras is None else f"key-{len(extras)}-extras"
 
 
-def _form_versions(extras: tuple[object, ...] | None) -> str:
-    fits = [c for c in CONTRACTS if (c.extras is None) == (extras is None) and len(c.extras or ()) == len(extras or ())]
+def _form_versions(call: Call) -> str:
+    fits = [c for c in CONTRACTS if call.fits(c)]
     return f"fits FlashInfer {fits[0].first} to {fits[-1].last}" if fits else "fits no known FlashInfer"

@@ -20,7 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from synth.configs.formats import BUNDLED_PREFIX, ConfigFile, read
+from synth.configs.model import Config
+from synth.configs.reading import read
+from synth.configs.replayed import Miss, ReplayReport
 from synth.errors import MissingDependencyError, SynthError
 from synth.flashinfer.buckets import is_grid_bucket, map_to_bucket, next_power_of_2, token_buckets
 from synth.flashinfer.calls import BF16, SERVER_MAX_TOKENS, Extra, quant_of
@@ -28,73 +30,6 @@ from synth.flashinfer.keys import Key, parse_key
 from synth.flashinfer.reachability import unreachable
 from synth.flashinfer.tactics import DEFAULT_FLASHINFER, TacticTable, load_table
 from synth.flashinfer.versions import ENV_BUNDLED, OPS, RUNNER, arch_number, arch_of, contract_for
-
-
-@dataclass(frozen=True)
-class Miss:
-    """Why a key was not served.
-
-    Attributes
-    ----------
-    key : str
-    code : str
-        Stable name of the reason.
-    reason : str
-        One line.
-    lookups : int
-        How many lookups of this key failed in this way.
-    """
-
-    key: str
-    code: str
-    reason: str
-    lookups: int = 1
-
-
-@dataclass(frozen=True)
-class ReplayReport:
-    """What the installed FlashInfer did with a file.
-
-    Attributes
-    ----------
-    path : str
-    flashinfer : str
-        The installed version.
-    device, arch : str
-        What the stub pretended to be.
-    loaded : bool
-        FlashInfer took the file.
-    keys, keys_hit : int
-        Keys in the file, and those whose every lookup was served with the file's tactic.
-    lookups, hits : int
-        Lookups at the buckets, between them and beyond the last, for every maximum that servers pass.
-    calls : int
-        Calls of ``cutlass_fused_moe``; each looks up both stages.
-    reprofiled : int
-        Keys that a server would time again while it warms up, instead of using them.
-    misses : tuple of Miss
-        One per key and reason, in the file's order.
-    notes : tuple of str
-    """
-
-    path: str
-    flashinfer: str
-    device: str
-    arch: str
-    loaded: bool
-    keys: int
-    keys_hit: int
-    lookups: int
-    hits: int
-    calls: int
-    reprofiled: int
-    misses: tuple[Miss, ...]
-    notes: tuple[str, ...] = ()
-
-    @property
-    def ok(self) -> bool:
-        """Every key was served."""
-        return self.keys > 0 and self.keys_hit == self.keys
 
 
 def cache_module() -> Any:
@@ -311,7 +246,7 @@ def stubbed_gpu(device_name: str, arch: str) -> Iterator[StubbedFlashInfer]:
 class _Layer:
     """Every key of one layer and call, and the call's fixed arguments."""
 
-    extras: dict[str, Extra]
+    extras: Mapping[str, Extra]
     shapes: tuple[tuple[int, ...], ...]
     by_bucket: dict[int, dict[int, str]] = field(default_factory=lambda: defaultdict(dict))
 
@@ -356,11 +291,11 @@ def replay(path: Path, *, device: str | None = None, arch: str | None = None) ->
         When the file can't be read, or the installed FlashInfer is not known.
     """
     config = read(path)
-    if config.kind == "store":
+    if config.form == "store":
         # The root, or one environment's folder in it: <root>/v2/<hash>.
         return replay_store(config, path if (path / "v2").is_dir() else path.resolve().parents[1])
     notes: list[str] = []
-    name = device or config.gpu or _gpu_of_stem(config, path.stem)
+    name = device or config.gpu
     if name is None:
         name = "any GPU"
         notes.append("the file names no GPU; replayed as one that the metadata accepts")
@@ -368,7 +303,7 @@ def replay(path: Path, *, device: str | None = None, arch: str | None = None) ->
 
 
 def ask(
-    config: ConfigFile,
+    config: Config,
     path: str,
     attach: Callable[[StubbedFlashInfer], contextlib.AbstractContextManager[tuple[str, str] | None]],
     device: str,
@@ -379,7 +314,7 @@ def ask(
 
     Parameters
     ----------
-    config : ConfigFile
+    config : Config
     path : str
         What the report calls it.
     attach : callable
@@ -400,7 +335,8 @@ def ask(
     version = installed_flashinfer()
     if contract_for(version).extras != contract_for().extras:
         raise SynthError(f"replay can't drive FlashInfer {version}; install {DEFAULT_FLASHINFER}")
-    keys, unreadable = _parse(config)
+    keys = {entry.text: entry.key for entry in config.entries if entry.key is not None}
+    unreadable = {entry.text: entry.problem for entry in config.entries if entry.key is None}
     arch = arch or arch_for(config, device)
     tactics = {k: v[1] if isinstance(v, (list, tuple)) and len(v) > 1 else None for k, v in config.raw.items()}
     tally = _Tally(tactics, keys)
@@ -431,12 +367,12 @@ def ask(
     )
 
 
-def replay_file(config: ConfigFile, path: Path) -> ReplayReport:
+def replay_file(config: Config, path: Path) -> ReplayReport:
     """Load a server's file into the installed FlashInfer and ask for every key of `config`.
 
     Parameters
     ----------
-    config : ConfigFile
+    config : Config
         What was installed; other entries of the file are not asked for.
     path : Path
         The server's file.
@@ -455,7 +391,7 @@ def replay_file(config: ConfigFile, path: Path) -> ReplayReport:
     return ask(config, str(path), lambda stub: loaded(theirs, path, stub), config.gpu or "any GPU")
 
 
-def replay_store(config: ConfigFile, root: Path) -> ReplayReport:
+def replay_store(config: Config, root: Path) -> ReplayReport:
     """Attach the store at `root` as ``autotune_v2(mode="replay")`` does, and ask for every key of `config`.
 
     FlashInfer's own ``ReplayCoverage`` has to agree: it must have seen at least as many hits of the store.
@@ -487,35 +423,18 @@ def replay_store(config: ConfigFile, root: Path) -> ReplayReport:
 
 
 @contextlib.contextmanager
-def loaded(config: ConfigFile, path: Path, stub: StubbedFlashInfer) -> Iterator[tuple[str, str] | None]:
+def loaded(config: Config, path: Path, stub: StubbedFlashInfer) -> Iterator[tuple[str, str] | None]:
     """Let FlashInfer load a v1 JSON file, and answer out of nothing else."""
     with without_bundled_configs():
         yield _load_json(path, config, stub)
 
 
-def _parse(config: ConfigFile) -> tuple[dict[str, Key], dict[str, str]]:
-    keys: dict[str, Key] = {}
-    unreadable: dict[str, str] = {}
-    for text in config.raw:
-        try:
-            keys[text] = parse_key(text)
-        except SynthError as e:
-            unreadable[text] = str(e)
-    return keys, unreadable
-
-
-def _gpu_of_stem(config: ConfigFile, stem: str) -> str | None:
-    if config.kind != "bundled" or not stem.startswith(BUNDLED_PREFIX):
-        return None
-    return stem.removeprefix(BUNDLED_PREFIX).replace("_", " ")
-
-
-def arch_for(config: ConfigFile, device: str) -> str:
+def arch_for(config: Config, device: str) -> str:
     """Return the architecture of a GPU of the catalogue, else one that has kernels for the config."""
     if (known := arch_of(device)) is not None:
         return known
     version = installed_flashinfer()
-    quants = {q for key in _parse(config)[0].values() if (q := _quant(key, version)) is not None}
+    quants = {q for entry in config.entries if entry.key is not None and (q := _quant(entry.key, version)) is not None}
     return "sm120" if quants - {"bf16", "fp8"} else "sm90"
 
 
@@ -525,10 +444,10 @@ def _quant(key: Key, version: str) -> str | None:
 
 @contextlib.contextmanager
 def _installed(
-    config: ConfigFile, path: Path, device: str, stub: StubbedFlashInfer, notes: list[str]
+    config: Config, path: Path, device: str, stub: StubbedFlashInfer, notes: list[str]
 ) -> Iterator[tuple[str, str] | None]:
     """Put the file where FlashInfer looks for it; give the code and reason if FlashInfer refuses it."""
-    if config.kind != "bundled":
+    if config.form != "bundled":
         with loaded(config, path, stub) as refusal:
             yield refusal
         return
@@ -572,7 +491,7 @@ def _bundled_configs(read_them: bool) -> Iterator[None]:
             os.environ[ENV_BUNDLED] = before
 
 
-def _load_json(path: Path, config: ConfigFile, stub: StubbedFlashInfer) -> tuple[str, str] | None:
+def _load_json(path: Path, config: Config, stub: StubbedFlashInfer) -> tuple[str, str] | None:
     autotuner = importlib.import_module("flashinfer.autotuner.autotuner")
     try:
         if stub.tuner.load_configs(str(path)):
@@ -593,7 +512,7 @@ def _layers(tally: _Tally, version: str) -> list[_Layer]:
             tally.miss(text, dead.code, dead.message)
             continue
         stage = key.stage or 1
-        layer = layers.setdefault(key.group(), _Layer(key.named(version), key.shapes))
+        layer = layers.setdefault((key.call.shapes, repr(key.extras)), _Layer(key.named(version), key.shapes))
         here = layer.by_bucket[key.bucket]
         # Of entries that differ only in runner or spelling, FlashInfer can ask for one at most.
         if stage in here and dead is not None:
@@ -611,8 +530,8 @@ _ASKED_ANYWAY = ("key-runner", "key-spelling")
 
 
 def _is_askable(key: Key, version: str) -> bool:
-    names = contract_for(version).extras or ()
-    return key.stage is not None and len(key.extras or ()) == len(names) and key.bucket >= 1 and len(key.shapes) == 5
+    fits = key.call.fits(contract_for(version)) and len(key.call.shapes) == 5
+    return fits and key.stage is not None and key.bucket >= 1
 
 
 def _plan(layers: Iterable[_Layer]) -> dict[int, list[tuple[_Layer, int, int]]]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from synth.configs.formats import ConfigFile
+from synth.configs.model import Config
 from synth.errors import SynthError
 from synth.flashinfer.calls import Dtype
 from synth.flashinfer.keys import Key, parse_key
@@ -60,7 +60,7 @@ def gpu_here() -> str | None:
         return None
 
 
-def environment(config: ConfigFile, gpu: str | None = None) -> dict[str, str]:
+def environment(config: Config, gpu: str | None = None) -> dict[str, str]:
     """Return what FlashInfer knows of this environment.
 
     Parameters
@@ -81,14 +81,14 @@ def unknown(metadata: Mapping[str, str]) -> list[str]:
     return [name for name, value in metadata.items() if value in _UNKNOWN]
 
 
-def differences(config: ConfigFile, metadata: Mapping[str, str]) -> dict[str, tuple[object, str]]:
+def differences(config: Config, metadata: Mapping[str, str]) -> dict[str, tuple[object, str]]:
     """Return in what a config is not for an environment, by FlashInfer's own comparison: name → (config's, here)."""
     autotuner = importlib.import_module("flashinfer.autotuner.autotuner")
     hard, soft = autotuner._classify_metadata_mismatches(config.metadata, dict(metadata))
     return {**hard, **soft}
 
 
-def store_files(config: ConfigFile, root: Path, metadata: Mapping[str, str]) -> StoreFiles:
+def store_files(config: Config, root: Path, metadata: Mapping[str, str]) -> StoreFiles:
     """Return the store that FlashInfer writes for a config's entries, each read back by FlashInfer's lookup.
 
     FlashInfer's ``ManagedAutotuneCache.publish`` writes them to a temporary folder; nothing else is touched.
@@ -109,17 +109,16 @@ def store_files(config: ConfigFile, root: Path, metadata: Mapping[str, str]) -> 
     with tempfile.TemporaryDirectory(prefix="synth-store-") as temporary:
         written = module.ManagedAutotuneCache(dict(metadata), temporary)
         for entry in config.entries:
-            key = parse_key(entry.key)
-            fields = _key_fields(key)
-            if str(fields) != entry.key:
-                raise SynthError(f"{entry.key!r} is not as FlashInfer writes it, but {str(fields)!r}; see synth check")
+            fields = _key_fields(parse_key(entry.text))
+            if str(fields) != entry.text:
+                raise SynthError(f"{entry.text!r} is not as FlashInfer writes it, but {str(fields)!r}; see synth check")
             written.publish(
-                entry.key, RUNNER, entry.tactic_id, key_fields=fields, profiling_policy=_policy(config.raw[entry.key])
+                entry.text, RUNNER, entry.tactic_id, key_fields=fields, profiling_policy=_policy(entry.value)
             )
         # Publishing is best-effort and never raises; a fresh store has nothing in memory.
         reader = module.ManagedAutotuneCache(dict(metadata), temporary)
         _, total, skipped = reader.preload()
-        lost = [e.key for e in config.entries if (reader.lookup(e.key) or (None, None))[:2] != (RUNNER, e.tactic_id)]
+        lost = [e.text for e in config.entries if (reader.lookup(e.text) or (None, None))[:2] != (RUNNER, e.tactic_id)]
         if lost or skipped or total != len(config.entries):
             first = f", the first {lost[0]!r}" if lost else ""
             raise SynthError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,9 +12,10 @@ from synth.catalog.devices import Device, get_device
 from synth.catalog.schemes import QUANTS, STAGES
 from synth.catalog.shapes import MoEShape
 from synth.configs import sidecar as sidecars
-from synth.configs.formats import ConfigFile, read
+from synth.configs.matching import check_sidecar
+from synth.configs.model import Config
+from synth.configs.reading import read
 from synth.errors import SynthError
-from synth.flashinfer.keys import Key, parse_key
 from synth.flashinfer.tactics import Tactic, TacticTable, load_table
 from synth.flashinfer.versions import contract_for
 from synth.reporting.markup import foreign
@@ -189,37 +189,29 @@ def load(path: Path) -> Facts:
     SynthError
         When one can't be read, the sidecar is another config's, or it says of the config what isn't so.
     """
-    sidecar = sidecars.read(path)
     config = read(path)
-    sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
-    metadata = _object(config.metadata)
-    said = _object(sidecar.head if sidecar else metadata.get("synth"))
-    gpu = config.gpu or ""
-    flashinfer = _text(metadata.get("flashinfer_version"))
-    if sidecar is not None:
-        for name, mine in (("device", gpu), ("flashinfer", flashinfer)):
-            other = _text(said.get(name))
-            if mine and other and mine != other:
-                raise _contradiction(path, f"its {name} is {foreign(other)}, the config's {foreign(mine)}")
-        gpu, flashinfer = gpu or _text(said.get("device")), flashinfer or _text(said.get("flashinfer"))
+    sidecar = config.sidecar
+    check_sidecar(config)
+    said = _object(sidecar.head if sidecar else config.provenance)
+    gpu = config.named_gpu or (_text(said.get("device")) if sidecar else "")
+    flashinfer = _text(config.said.get("flashinfer_version")) or (_text(said.get("flashinfer")) if sidecar else "")
     device = _device(gpu)
     arch = device.tactics_arch if device is not None else ""
     if sidecar is not None:
         choices = tuple(_choice(path, i, record) for i, record in enumerate(sidecar.records, 1))
-        _check_entries(path, config, sidecar, arch, flashinfer)
         unreadable = 0
     else:
         choices, unreadable = _choices_of_keys(config, arch, flashinfer)
     ported = sorted({r.ported_from for r in sidecar.records if r.ported_from}) if sidecar else []
     return Facts(
         name=foreign(path.name),
-        kind=config.kind,
-        sha256=sha256,
+        kind=config.form,
+        sha256=config.sha256,
         gpu=foreign(gpu),
         flashinfer=foreign(flashinfer, 40),
         synth=foreign(_text(said.get("synth")), 40),
         device=device,
-        entries=len(config.raw),
+        entries=len(config.entries),
         unreadable=unreadable,
         sidecar=sidecar is not None,
         counts=sidecar.counts() if sidecar else {},
@@ -262,69 +254,32 @@ def _choice(path: Path, number: int, record: sidecars.Record) -> Choice:
         raise SynthError(f"{side}, choice {number}: {e}; emit it anew, or move it away to go on without") from e
 
 
-def _check_entries(path: Path, config: ConfigFile, sidecar: sidecars.Sidecar, arch: str, flashinfer: str) -> None:
-    """Raise where the sidecar's choices are not the config's entries: it could say anything of them."""
-    written = sidecar.written()
-    if config.raw.keys() != written.keys():
-        lacking, more = len(written.keys() - config.raw.keys()), len(config.raw.keys() - written.keys())
-        raise _contradiction(path, f"{lacking} of its keys are not in the config, and {more} of the config's not in it")
-    entries = {entry.key: entry for entry in config.entries}
-    for key, record in written.items():
-        table = _table(arch, record.quant, flashinfer)
-        if table is None:
-            continue
-        known = table if record.fused_finalize else _unfused(table)
-        entry = entries.get(key)
-        if entry is None or entry.tactic_id != known.id_of(record.stage, Tactic.parse(record.tactic)):
-            raise _contradiction(path, f"the config has another tactic than it for {foreign(key, 300)}")
-
-
-def _contradiction(path: Path, what: str) -> SynthError:
-    side = sidecars.sidecar_path(path)
-    return SynthError(f"{side} contradicts {path.name}: {what}; emit both anew, or move it away to go on without")
-
-
-def _choices_of_keys(config: ConfigFile, arch: str, flashinfer: str) -> tuple[tuple[Choice, ...], int]:
+def _choices_of_keys(config: Config, arch: str, flashinfer: str) -> tuple[tuple[Choice, ...], int]:
     """Return what the config's own keys and times tell, and how many entries tell nothing."""
     found = []
-    for entry in config.entries:
-        try:
-            key = parse_key(entry.key)
-        except SynthError:
+    for entry in config.served:
+        key = entry.key
+        if key is None or key.stage is None or not 0 < key.bucket <= _MOST_TOKENS:
             continue
-        if key.stage is None or not 0 < key.bucket <= _MOST_TOKENS:
-            continue
-        quant, shape, fused = _meaning(key, flashinfer)
-        table = _table(arch, quant, flashinfer)
-        known = table if table is None or fused else _unfused(table)
-        tactic = known.tactic(entry.tactic_id) if known and 0 <= entry.tactic_id < len(known) else None
+        meaning = entry.meaning(flashinfer, arch or None)
         found.append(
             Choice(
-                quant=quant,
-                shape=shape,
+                quant=meaning.quant,
+                shape=str(meaning.shape or ""),
                 labels=(),
                 stage=key.stage,
                 bucket=key.bucket,
-                fused=fused,
+                fused=meaning.fused,
                 source="unknown",
                 written=True,
                 keys=1,
-                tactic=tactic,
+                tactic=meaning.tactic,
                 ms=_possible(entry.time_ms),
                 runner_up_ms=_possible(entry.runner_up_ms),
             )
         )
     found.sort(key=lambda c: (c.quant, c.shape, c.stage, c.bucket, not c.fused))
-    return tuple(found), len(config.raw) - len(found)
-
-
-def _meaning(key: Key, flashinfer: str) -> tuple[str, str, bool]:
-    """Return quantization, shape and whether the finalize step is fused, as far as a key tells them."""
-    try:
-        named = key.named(flashinfer)
-        return key.quant(flashinfer) or "", str(key.shape(flashinfer)), named.get("use_fused_finalize") is not False
-    except (SynthError, KeyError, ValueError, IndexError):
-        return "", "", True
+    return tuple(found), len(config.entries) - len(found)
 
 
 @functools.lru_cache(maxsize=64)
@@ -334,11 +289,6 @@ def _table(arch: str, quant: str, flashinfer: str) -> TacticTable | None:
         return load_table(arch, quant, flashinfer)
     except (SynthError, OSError, ValueError):
         return None
-
-
-@functools.lru_cache(maxsize=64)
-def _unfused(table: TacticTable) -> TacticTable:
-    return table.without_fused_finalize()
 
 
 @functools.lru_cache(maxsize=4096)

@@ -26,6 +26,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from synth.configs.reading import rank_files
 from synth.errors import SynthError
 
 #: Set to false, SGLang reads no cache: it tunes anew at each start.
@@ -52,7 +53,6 @@ class Layout:
 
     title: str
     folder: re.Pattern[str]
-    file: re.Pattern[str]
     expected: str
 
 
@@ -60,14 +60,11 @@ LAYOUTS = {
     "vllm": Layout(
         "vLLM",
         re.compile(r"[0-9a-f]{64}"),
-        re.compile(r"autotune_configs(?:_(?P<peers>dp[0-9]{1,6})_rank[0-9]{1,6})?\.json"),
         "autotune_configs_dp<D>_rank<R>.json, or autotune_configs.json of earlier releases",
     ),
-    # Files of MegaMoE's ranks have a suffix more, and hold no tactics of the CUTLASS MoE.
     "sglang": Layout(
         "SGLang",
         re.compile(r"[0-9a-f]{16}"),
-        re.compile(r"rank_tp[0-9]{1,6}_(?P<peers>pp[0-9]{1,6}_dp[0-9]{1,6})\.json"),
         "rank_tp<T>_pp<P>_dp<D>.json",
     ),
 }
@@ -104,26 +101,6 @@ def _sglang_root(environment: Mapping[str, str]) -> str:
 def _vllm_root(environment: Mapping[str, str]) -> str:
     cache = environment.get("XDG_CACHE_HOME", os.path.join(os.path.expanduser("~"), ".cache"))
     return os.path.expanduser(environment.get("VLLM_CACHE_ROOT", os.path.join(cache, "vllm")))
-
-
-def rank_files(engine: str, folder: Path) -> list[Path]:
-    """Return a configuration's files that are there, in the order of their names.
-
-    Raises
-    ------
-    SynthError
-        When the folder can't be read.
-    """
-    pattern = LAYOUTS[engine].file
-    try:
-        return sorted((p for p in folder.iterdir() if pattern.fullmatch(p.name)), key=_natural)
-    except OSError as e:
-        raise SynthError(f"can't read {folder}: {e.strerror or e}; name a folder with --folder") from e
-
-
-def _natural(path: Path) -> list[object]:
-    # rank10 comes after rank9. Text and numbers alternate, so that equal places compare.
-    return [int(part) if part.isdigit() else part for part in re.split(r"([0-9]+)", path.name)]
 
 
 def candidates(engine: str, version: str, environment: Mapping[str, str], marker: str | None = None) -> list[Path]:

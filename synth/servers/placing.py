@@ -94,7 +94,7 @@ class Change:
     copy: str | None = None
 
 
-def read_record(folder: Path, allowed: Callable[[str], bool]) -> Record | None:
+def read_record(folder: Path, allowed: re.Pattern[str]) -> Record | None:
     """Return what was installed into a folder; None where nothing was.
 
     Raises
@@ -126,7 +126,7 @@ def read_record(folder: Path, allowed: Callable[[str], bool]) -> Record | None:
         raise SynthError(f"can't read {path}: {e.strerror or e}; {way_out}") from e
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise SynthError(f"{bad} ({type(e).__name__}: {e}); {way_out}") from e
-    wrong = [name for name in files if not allowed(name)] + [m for m in made if m not in _MADE]
+    wrong = [name for name in files if not allowed.fullmatch(name)] + [m for m in made if m not in _MADE]
     if wrong:
         raise SynthError(f"{bad}: it names {wrong[0]!r}; {way_out}")
     return Record(files, made)

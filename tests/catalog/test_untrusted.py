@@ -26,9 +26,9 @@ from hypothesis import strategies as st
 from synth.catalog import untrusted
 from synth.catalog.paths import find_model, shipped
 from synth.catalog.untrusted import loads, printable, shown
-from synth.configs.formats import read as read_config
+from synth.configs.reading import read
+from synth.configs.reading import read as read_config
 from synth.configs.sidecar import Record, Sidecar, sidecar_path
-from synth.configs.sidecar import read as read_sidecar
 from synth.errors import SynthError
 from synth.flashinfer.tactics import DEFAULT_FLASHINFER
 from synth.performance.model import FEATURES, PerformanceModel
@@ -435,7 +435,7 @@ def test_hostile_sidecars_are_refused_in_one_line(tmp_path: Path, choices: bytes
     digest = hashlib.sha256(b"{}").hexdigest().encode()
     sidecar_path(config).write_bytes(b'{"config_sha256": "%s", "choices": %s}' % (digest, choices))
     with pytest.raises(SynthError, match=match) as e:
-        read_sidecar(config)
+        _ = read(config).sidecar
     assert "\n" not in str(e.value) and "provenance.json" in str(e.value)
 
 
@@ -446,11 +446,11 @@ def test_a_time_in_a_sidecar_that_no_float_holds_is_refused(tmp_path: Path) -> N
     text = Sidecar({}, (record,)).dumps(b"{}").replace(b'"ms": 0.1', b'"ms": 1' + b"0" * 400)
     sidecar_path(config).write_bytes(text)
     with pytest.raises(SynthError, match="choice 1"):
-        read_sidecar(config)
+        _ = read(config).sidecar
 
 
 def test_a_pipe_in_a_sidecars_place_is_not_waited_for(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_bytes(b"{}")
     os.mkfifo(sidecar_path(tmp_path / "a.json"))
     with pytest.raises(SynthError, match="no regular file"):
-        read_sidecar(tmp_path / "a.json")
+        _ = read(tmp_path / "a.json").sidecar

@@ -14,8 +14,10 @@ from click.testing import CliRunner
 from synth.catalog.shapes import Deployment, MoEShape
 from synth.checking.check import SEVERITIES, Finding, check, check_files, summary
 from synth.cli import main
-from synth.configs.formats import BUNDLED_PREFIX, ConfigEntry, dumps_json, entry_file, environment_hash
+from synth.configs.model import BUNDLED_PREFIX, Entry
 from synth.configs.sidecar import Record, Sidecar, sidecar_path
+from synth.configs.store import entry_file, environment_hash
+from synth.configs.v1 import dumps_json
 from synth.errors import SynthError
 from synth.flashinfer.buckets import token_buckets
 from synth.flashinfer.keys import file_keys
@@ -89,7 +91,7 @@ def test_keys_of_other_versions_are_dead_and_name_theirs(
 ) -> None:
     path = tmp_path / "a.json"
     keys = [k for b in (1, 2, 4) for k in file_keys(olmoe, "vllm", b, 1, "sm90", flashinfer)]
-    path.write_bytes(dumps_json(build_metadata(H200), [ConfigEntry(k, 1) for k in keys]))
+    path.write_bytes(dumps_json(build_metadata(H200), [Entry(k, 1) for k in keys]))
     groups = {g.code: g for g in summary(check(path))}
     assert groups[code].count == 3
     assert fits in groups[code].example.message
@@ -317,7 +319,7 @@ def test_gemm2_ids_without_fused_finalize_have_their_own_range(tmp_path: Path, o
     for fused, bad in ((True, False), (False, True)):
         path = tmp_path / "a.json"
         key = file_keys(olmoe, "vllm", 1, 2, "sm90", fused_finalize=fused)[0]
-        path.write_bytes(dumps_json(build_metadata(H200), [ConfigEntry(key, 120)]))
+        path.write_bytes(dumps_json(build_metadata(H200), [Entry(key, 120)]))
         assert ("id-out-of-range" in codes(check(path))) == bad
 
 
@@ -406,7 +408,7 @@ def config_of(
         for bucket in (token_buckets(8192) if buckets is None else buckets)
         for key in file_keys(deployment, engine, bucket, stage, arch, flashinfer)
     }
-    path.write_bytes(dumps_json(build_metadata(device, flashinfer), [ConfigEntry(k, i) for k, i in keys.items()]))
+    path.write_bytes(dumps_json(build_metadata(device, flashinfer), [Entry(k, i) for k, i in keys.items()]))
     return path
 
 
@@ -465,14 +467,14 @@ def test_keys_of_ranks_that_do_not_exist_and_of_ranks_that_are_missing(tmp_path:
     keys = file_keys(sharded, "vllm", 8, 1, "sm90", "0.7.1")
     assert len(keys) == 4
     path = tmp_path / "a.json"
-    path.write_bytes(dumps_json(build_metadata(H200, "0.7.1"), [ConfigEntry(k, 1) for k in keys]))
+    path.write_bytes(dumps_json(build_metadata(H200, "0.7.1"), [Entry(k, 1) for k in keys]))
     assert not {"missing-ranks", "rank-out-of-range"} & worst(check(path, "0.7.1")).keys()
-    path.write_bytes(dumps_json(build_metadata(H200, "0.7.1"), [ConfigEntry(k, 1) for k in keys[2:3]]))
+    path.write_bytes(dumps_json(build_metadata(H200, "0.7.1"), [Entry(k, 1) for k in keys[2:3]]))
     finding = next(f for f in check(path, "0.7.1") if f.code == "missing-ranks")
     assert "1 of 4 ranks (tp/ep 2/0)" in finding.message and finding.severity == "warning"
     moved = keys[3].replace(", 8, 4, 3, 1, 0,", ", 8, 4, 4, 1, 0,")
     assert moved != keys[3]
-    path.write_bytes(dumps_json(build_metadata(H200, "0.7.1"), [ConfigEntry(moved, 1)]))
+    path.write_bytes(dumps_json(build_metadata(H200, "0.7.1"), [Entry(moved, 1)]))
     assert worst(check(path, "0.7.1"))["rank-out-of-range"] == "error"
 
 
@@ -480,7 +482,7 @@ def test_ranks_with_different_tactics_in_one_file(tmp_path: Path) -> None:
     sharded = replace(OLMOE, tp=2, shape=MoEShape(2048, 512, 64, 8))
     keys = file_keys(sharded, "vllm", 8, 1, "sm90", "0.7.1")
     path = tmp_path / "a.json"
-    path.write_bytes(dumps_json(build_metadata(H200, "0.7.1"), [ConfigEntry(k, i) for i, k in enumerate(keys)]))
+    path.write_bytes(dumps_json(build_metadata(H200, "0.7.1"), [Entry(k, i) for i, k in enumerate(keys)]))
     assert worst(check(path, "0.7.1"))["rank-tactics-differ"] == "warning"
 
 
@@ -510,7 +512,7 @@ def test_files_of_ranks_whose_keys_hold_the_rank_are_compared_without_it(tmp_pat
     paths = []
     for rank, (key, tactic) in enumerate(zip((*keys, keys[1]), (1, 1, 2), strict=True)):
         paths.append(tmp_path / f"{rank}.json")
-        paths[-1].write_bytes(dumps_json(build_metadata(H200, "0.7.1"), [ConfigEntry(key, tactic)]))
+        paths[-1].write_bytes(dumps_json(build_metadata(H200, "0.7.1"), [Entry(key, tactic)]))
     found = check_files(paths, "0.7.1")
     assert ["ranks-differ" in codes(found[path]) for path in paths] == [False, False, True]
 
@@ -588,7 +590,7 @@ def test_the_same_gaps_in_every_layer_are_an_override(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     layers = [OLMOE, replace(OLMOE, shape=MoEShape(1024, 512, 32, 4))]
     keys = [k for d in layers for b in (1, 64, 512) for s in (1, 2) for k in file_keys(d, "vllm", b, s, "sm90")]
-    entries = [ConfigEntry(k, 0 if "gemm1" in k else 45) for k in keys]
+    entries = [Entry(k, 0 if "gemm1" in k else 45) for k in keys]
     path.write_bytes(dumps_json(build_metadata(H200), entries))
     assert "tuning-buckets" in worst(check(path))
     path.write_bytes(dumps_json(build_metadata(H200), entries[:-1]))
@@ -703,8 +705,8 @@ def store_of(root: Path, manifest: dict[str, str], entries: dict[str, list[Any]]
 STORE = {**MANIFEST, "cache_schema": "v2"}
 
 
-def test_stores_are_judged_like_files(tmp_path: Path, entries: list[ConfigEntry]) -> None:
-    values: dict[str, list[Any]] = {e.key: ["MoERunner", e.tactic_id, list(POLICY)] for e in entries}
+def test_stores_are_judged_like_files(tmp_path: Path, entries: list[Entry]) -> None:
+    values: dict[str, list[Any]] = {e.text: ["MoERunner", e.tactic_id, list(POLICY)] for e in entries}
     assert check(store_of(tmp_path / "a", STORE, values)) == []
     first, second, third, *_ = values
     spoilt = {**values, first: ["MoERunner", 45, list(POLICY)], second: ["MoERunner", 3], third: ["Other", 3, None]}
@@ -713,8 +715,8 @@ def test_stores_are_judged_like_files(tmp_path: Path, entries: list[ConfigEntry]
     assert worst(check(root)) == {"id-out-of-range": "error", "reprofiled": "warning", "entry-runner": "error"}
 
 
-def test_what_flashinfer_passes_over_in_a_store_is_named(tmp_path: Path, entries: list[ConfigEntry]) -> None:
-    folder = store_of(tmp_path, STORE, {e.key: ["MoERunner", e.tactic_id, list(POLICY)] for e in entries})
+def test_what_flashinfer_passes_over_in_a_store_is_named(tmp_path: Path, entries: list[Entry]) -> None:
+    folder = store_of(tmp_path, STORE, {e.text: ["MoERunner", e.tactic_id, list(POLICY)] for e in entries})
     files = sorted((folder / "entries").iterdir())
     files[0].write_text("{", encoding="utf-8")
     files[1].rename(files[1].with_name("0" * 24 + ".json"))
@@ -724,8 +726,8 @@ def test_what_flashinfer_passes_over_in_a_store_is_named(tmp_path: Path, entries
     assert "missing-buckets" in worst(found)
 
 
-def test_stores_of_other_environments_are_not_looked_into(tmp_path: Path, entries: list[ConfigEntry]) -> None:
-    values: dict[str, list[Any]] = {e.key: ["MoERunner", e.tactic_id, list(POLICY)] for e in entries}
+def test_stores_of_other_environments_are_not_looked_into(tmp_path: Path, entries: list[Entry]) -> None:
+    values: dict[str, list[Any]] = {e.text: ["MoERunner", e.tactic_id, list(POLICY)] for e in entries}
     folder = store_of(tmp_path / "a", STORE, values)
     assert worst(check(folder, environment={"cuda_version": "13.0"})) == {"metadata-mismatch": "error"}
     assert "no-store" in worst(check(folder, "0.6.17"))

@@ -16,15 +16,11 @@ from synth.catalog.paths import find_model, shipped
 from synth.catalog.shapes import Deployment, MoEShape
 from synth.checking.diff import Comparison, compare, drift, record, summarize, title, with_times
 from synth.cli import main
-from synth.configs.formats import (
-    BUNDLED_PREFIX,
-    ConfigEntry,
-    dumps_bundled,
-    dumps_json,
-    entry_file,
-    environment_hash,
-)
+from synth.configs.model import BUNDLED_PREFIX, Entry
+from synth.configs.module import dumps_bundled
 from synth.configs.sidecar import Record, Sidecar, sidecar_path
+from synth.configs.store import entry_file, environment_hash
+from synth.configs.v1 import dumps_json
 from synth.errors import SynthError
 from synth.flashinfer.buckets import token_buckets
 from synth.flashinfer.keys import file_keys
@@ -58,7 +54,7 @@ def config(
 ) -> Path:
     arch = "sm90" if device == H200 else "sm120"
     entries = [
-        ConfigEntry(key, tactic(stage, bucket), ms(stage, bucket) if ms else None)
+        Entry(key, tactic(stage, bucket), ms(stage, bucket) if ms else None)
         for stage in (1, 2)
         for bucket in buckets
         for key in file_keys(deployment, "vllm", bucket, stage, arch, flashinfer)

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from synth.checking.contribution import REASONS, RefusedError, describe, prepare, read_layer_times
+from synth.checking.contribution import REASONS, RefusedError, prepare
+from synth.checking.pull_request import describe, read_layer_times
 from synth.cli import main
-from synth.configs.formats import read
+from synth.configs.reading import read
 from synth.configs.sidecar import Record, Sidecar, sidecar_path
-from synth.configs.sidecar import read as read_sidecar
 from synth.errors import SynthError
 from synth.flashinfer.tactics import Tactic, load_table
 from synth.timings.agreed import AGREED
@@ -58,7 +58,7 @@ def copy(olmoe: Path, tmp_path: Path) -> Path:
 
 def resealed(path: Path, change: Callable[[Record], Record]) -> Path:
     """Change the sidecar's records, under a digest that fits: what a forger would do."""
-    sidecar = read_sidecar(path)
+    sidecar = read(path).sidecar
     assert sidecar is not None
     forged = Sidecar(sidecar.head, tuple(change(r) for r in sidecar.records))
     sidecar_path(path).write_bytes(forged.dumps(path.read_bytes()))
@@ -76,7 +76,7 @@ def test_everything_that_was_measured_and_compared_is_taken(olmoe: Path) -> None
 
 def test_a_gain_is_the_quotient_of_two_timings_of_the_bucket(olmoe: Path) -> None:
     found = prepare(olmoe, [MEASUREMENTS])
-    sidecar = read_sidecar(olmoe)
+    sidecar = read(olmoe).sidecar
     assert sidecar is not None
     gains = {(g.quant, g.stage, g.bucket): g.ratio for g in found.gains}
     checked = 0
@@ -151,7 +151,7 @@ def test_simulated_timings_do_not_count(copy: Path, tmp_path: Path) -> None:
 
 def test_a_tactic_with_wrong_numbers_is_refused_whatever_was_compared_before(copy: Path, tmp_path: Path) -> None:
     (timings,) = load([MEASUREMENTS], H200, "bf16", problems=[])
-    sidecar = read_sidecar(copy)
+    sidecar = read(copy).sidecar
     assert sidecar is not None
     bad = next(r for r in sidecar.records if r.quant == "bf16" and r.stage == 2)
     shape = next(s for s in timings.shapes if str(s) == bad.shape)
@@ -164,7 +164,7 @@ def test_a_tactic_with_wrong_numbers_is_refused_whatever_was_compared_before(cop
 def test_a_config_and_a_sidecar_that_contradict_each_other_are_refused(olmoe: Path, copy: Path) -> None:
     other = str(load_table("sm90", "bf16").gemm1[3])
     resealed(copy, lambda r: dataclasses.replace(r, tactic=other) if r.stage == 1 and r.quant == "bf16" else r)
-    with pytest.raises(SynthError, match="is another tactic; contribute what `synth emit` wrote"):
+    with pytest.raises(SynthError, match="is another tactic; emit both anew"):
         prepare(copy, [MEASUREMENTS])
     # Timings of one bucket don't stand for the key of another, nor those of one layer for another layer's.
     for name, value in (("bucket", 256), ("shape", "h6144-i256-e256-k8"), ("fused_finalize", False)):
@@ -304,4 +304,4 @@ def test_a_wrong_table_of_layers_is_refused(tmp_path: Path, text: str, says: str
 def test_a_quantization_whose_numbers_cannot_be_compared_says_so(olmoe: Path) -> None:
     found = prepare(olmoe, [MEASUREMENTS])
     silent: Any = dataclasses.replace(found, agreements={**found.agreements, "fp8": ()})
-    assert "Numbers, fp8: NOT compared" in describe(silent, "", "")
+    assert "Numbers, fp8: NOT compared" in describe(silent, "")

@@ -17,7 +17,7 @@ from synth.catalog.devices import find_devices, get_device
 from synth.catalog.shapes import find_model
 from synth.choosing import choose as choosing
 from synth.cli import main
-from synth.configs.formats import read
+from synth.configs.reading import read
 from synth.configs.sidecar import sidecar_path
 from synth.flashinfer.tactics import load_table
 from synth.performance.fitting import save

@@ -33,7 +33,9 @@ from flashinfer.autotuner import autotuner
 
 from synth.catalog.shapes import Deployment, MoEShape
 from synth.checking.check import check
-from synth.configs.formats import BUNDLED_PREFIX, ConfigEntry, dumps_bundled, dumps_json
+from synth.configs.model import BUNDLED_PREFIX, Entry
+from synth.configs.module import dumps_bundled
+from synth.configs.v1 import dumps_json
 from synth.errors import SynthError
 from synth.flashinfer.buckets import token_buckets
 from synth.flashinfer.keys import file_keys
@@ -70,19 +72,19 @@ class Case:
         table = load_table(self.arch, self.layer.quant)
         smem = smem_block_bytes(device, self.arch)
         self.runnable: dict[str, frozenset[int]] = {}
-        self.entries: list[ConfigEntry] = []
+        self.entries: list[Entry] = []
         for stage in (1, 2):
             ids = runnable_ids(table, stage, self.layer.shape, smem)
             for i, bucket in enumerate(token_buckets(MAX_TOKENS)):
                 for key in file_keys(self.layer, "vllm", bucket, stage, self.arch):
-                    self.entries.append(ConfigEntry(key, ids[i % len(ids)], 0.25, 0.5, 1.0, 45))
+                    self.entries.append(Entry(key, ids[i % len(ids)], 0.25, 0.5, 1.0, 45))
                     # -1 is another name of the stage's first tactic; check notes it.
                     self.runnable[key] = frozenset((-1, *ids))
         self.metadata = build_metadata(device, provenance={"synth": "0.1.0", "entries": {"measured": 10}})
 
     def is_wrong(self, lookup: Lookup) -> bool:
         """Tell whether a damaged file is neither equivalent nor undetectable."""
-        changed = [(e.key, found) for e in self.entries if (found := lookup(e.key)) != e.tactic_id]
+        changed = [(e.text, found) for e in self.entries if (found := lookup(e.text)) != e.tactic_id]
         return any(not (type(found) is int and found in self.runnable[key]) for key, found in changed)
 
     def outcome(self, runner: object, tactic: object, policy: object) -> Outcome:
@@ -451,7 +453,7 @@ def test_damaged_stores(tmp_path: Path, device: str) -> None:
     del environment["synth"]
     cache = ManagedAutotuneCache(environment, tmp_path / "good")
     for entry in case.entries:
-        cache.publish(entry.key, "MoERunner", entry.tactic_id, profiling_policy=POLICY)
+        cache.publish(entry.text, "MoERunner", entry.tactic_id, profiling_policy=POLICY)
     assert verdict(tmp_path / "good", environment) == "good"
     files = {p.relative_to(cache.root): p.read_bytes() for p in cache.root.rglob("*.json")}
     seen: Counter[str] = Counter()

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import ast
 import dataclasses
 import itertools
 import json
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from configs import config_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,10 +17,12 @@ from synth.catalog.devices import get_device
 from synth.catalog.shapes import Deployment, deployments, find_layer, load_models
 from synth.checking.check import check
 from synth.cli import main
-from synth.configs.formats import ConfigEntry, ConfigFile, dumps_json, read
+from synth.configs import module
+from synth.configs.model import Config, Entry
 from synth.configs.porting import REASONS, port
+from synth.configs.reading import read
 from synth.configs.sidecar import Record, Sidecar, sidecar_path
-from synth.configs.sidecar import read as read_sidecar
+from synth.configs.v1 import dumps_json
 from synth.errors import SynthError
 from synth.flashinfer.buckets import token_buckets
 from synth.flashinfer.keys import file_keys, parse_key
@@ -45,9 +47,9 @@ def key_of(
     return file_keys(layer, engine, bucket, stage, "sm120", version, fused_finalize=fused)[rank]
 
 
-def config(entries: dict[str, int], version: str, device: str = SERVER) -> ConfigFile:
+def config(entries: dict[str, int], version: str, device: str = SERVER) -> Config:
     metadata = {"flashinfer_version": version, "gpu": device}
-    return ConfigFile("json", metadata, {key: ["MoERunner", tactic, []] for key, tactic in entries.items()})
+    return config_of(metadata, {key: ["MoERunner", tactic, []] for key, tactic in entries.items()})
 
 
 def ported(entries: dict[str, int], source: str, to: str, **options: object) -> tuple[dict[str, int], dict[str, int]]:
@@ -102,16 +104,11 @@ def test_every_tactic_of_every_release_becomes_itself_or_is_dropped() -> None:
                         assert (stage, tactic) not in other or "can't run" in str(e)
                         assert (stage, tactic) in other or "doesn't exist" in str(e)
                         continue
-                    (entry,) = {e.tactic_id for e in ConfigFile("bundled", raw=_bundled(found.config)).entries}
+                    (entry,) = {e.tactic_id for e in module.loads(Path("a.py"), found.config).entries}
                     after = load_table(table.arch, table.quant, to)
                     assert after.tactic(served_id(after, stage, entry)) == tactic
                     seen += 1
     assert seen > 500
-
-
-def _bundled(module: bytes) -> dict[str, object]:
-    value: dict[str, object] = ast.literal_eval(module.decode().partition("best_configs = ")[2])
-    return value
 
 
 @pytest.mark.parametrize("version", known_versions())
@@ -235,14 +232,14 @@ def test_times_are_kept_where_the_release_keeps_them() -> None:
     entry = {"time_ms": 0.5, "runner_up_ms": 0.6, "margin": 0.2, "candidates": 9}
     # A tile that every release has.
     raw = {key_of(GLM, 1, 64, "0.7.4"): ["MoERunner", 0, [], entry]}
-    source = dataclasses.replace(config({}, "0.7.4"), raw=raw)
+    source = config_of(config({}, "0.7.4").metadata, raw)
     for version in known_versions():
         if contract_for(version).metadata_keys:
             (value, *_) = [v for k, v in json.loads(port(source, version, layers=[GLM]).config).items() if k[0] != "_"]
             assert (value[3:] == [entry]) is (contract_for(version).entry_elements >= 4)
 
 
-def test_a_sidecar_follows_and_nothing_counts_as_measured_any_more() -> None:
+def test_a_sidecar_follows_and_nothing_counts_as_measured_any_more(tmp_path: Path) -> None:
     keys = tuple(key_of(GLM, s, 64, "0.7.4") for s in (1, 2))
     table = load_table("sm120", "nvfp4")
 
@@ -255,7 +252,10 @@ def test_a_sidecar_follows_and_nothing_counts_as_measured_any_more() -> None:
     before = Sidecar(
         {"device": SERVER, "flashinfer": "0.7.4"}, (record(1, "measured", 13), record(2, "analytical", 45))
     )
-    found = port(config({keys[0]: 13, keys[1]: 45}, "0.7.4"), "0.7.1", layers=[GLM], sidecar=before)
+    source, path = config({keys[0]: 13, keys[1]: 45}, "0.7.4"), tmp_path / "a.json"
+    path.write_bytes(dumps_json(source.said, source.served))
+    sidecar_path(path).write_bytes(before.dumps(path.read_bytes()))
+    found = port(read(path), "0.7.1", layers=[GLM])
     assert found.sidecar is not None
     after = json.loads(found.sidecar)
     assert (after["flashinfer"], after["entries"]) == ("0.7.1", {"predicted": 8, "analytical": 8})
@@ -274,7 +274,7 @@ def test_a_sidecar_follows_and_nothing_counts_as_measured_any_more() -> None:
 @pytest.fixture
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     monkeypatch.chdir(tmp_path)
-    entries = [ConfigEntry(key_of(GLM, 1, b, "0.7.4"), 13) for b in (1, 64)]
+    entries = [Entry(key_of(GLM, 1, b, "0.7.4"), 13) for b in (1, 64)]
     (tmp_path / "a.json").write_bytes(dumps_json(build_metadata(SERVER), entries))
     return lambda *arguments: CliRunner().invoke(main, ["port", *map(str, arguments)])
 
@@ -284,7 +284,7 @@ def test_the_command_writes_a_file_that_check_accepts(command: Callable[..., Res
     assert result.exit_code == 0, result.output
     assert "b.json: 2 entries for FlashInfer 0.7.2.post1, from 2 for 0.7.4" in result.output
     assert json.loads((tmp_path / "b.json").read_text())["_metadata"]["flashinfer_version"] == "0.7.2.post1"
-    assert not sidecar_path(tmp_path / "b.json").exists() and read_sidecar(tmp_path / "b.json") is None
+    assert not sidecar_path(tmp_path / "b.json").exists() and read(tmp_path / "b.json").sidecar is None
 
 
 def test_a_bundled_file_is_read_by_its_name_and_the_version_that_is_said(
@@ -336,16 +336,16 @@ def test_a_managed_store_is_read_by_its_folder(
 ) -> None:
     """Entries that FlashInfer itself has put into its store."""
     pytest.importorskip("flashinfer.autotune_cache")
-    from synth.servers.installing import install
+    from installs import install
 
-    entries = [ConfigEntry(key_of(GLM, 2, b, "0.7.4"), 45) for b in (1, 64, 512)]
+    entries = [Entry(key_of(GLM, 2, b, "0.7.4"), 45) for b in (1, 64, 512)]
     (tmp_path / "c.json").write_bytes(dumps_json(build_metadata(SERVER), entries))
     with stubbed_gpu(SERVER, "sm120"):
         done = install(tmp_path / "c.json", "flashinfer", folder=tmp_path / "store")
     result = command(done.folder if environments_folder else tmp_path / "store", "--to", "0.7.0", "-o", "d.json")
     assert result.exit_code == 0, result.output
     after = read(tmp_path / "d.json")
-    assert {e.key: e.tactic_id for e in after.entries} == {
+    assert {e.text: e.tactic_id for e in after.entries} == {
         k: 57 for b in (1, 64, 512) for k in file_keys(GLM, "vllm", b, 2, "sm120", "0.7.0")
     }
     assert isinstance(after.metadata, dict) and after.metadata["gpu"] == SERVER

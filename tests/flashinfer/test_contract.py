@@ -179,7 +179,7 @@ def test_flashinfers_own_bundled_keys_are_the_old_form() -> None:
 
     import flashinfer
 
-    from synth.configs.formats import read
+    from synth.configs.reading import read
 
     folder = Path(flashinfer.__file__).parent / "tuning_configs"
     keys = read(folder / "v0_1_trtllm_fused_moe_NVIDIA_B200.py").raw

@@ -25,7 +25,9 @@ import pytest
 
 from synth.catalog.schemes import STAGES
 from synth.catalog.shapes import Deployment, MoEShape
-from synth.configs.formats import BUNDLED_PREFIX, ConfigEntry, dumps_bundled, dumps_json
+from synth.configs.model import BUNDLED_PREFIX, Entry
+from synth.configs.module import dumps_bundled
+from synth.configs.v1 import dumps_json
 from synth.flashinfer.buckets import map_to_bucket, token_buckets
 from synth.flashinfer.keys import file_keys, parse_key
 from synth.flashinfer.tactics import known_versions, load_table, load_tables
@@ -257,7 +259,7 @@ class Question:
     """A config for one release, and the calls that look it up."""
 
     version: str
-    entries: list[ConfigEntry]
+    entries: list[Entry]
     calls: list[dict[str, Any]]
     expected: list[list[int]]
 
@@ -276,7 +278,7 @@ def question(version: str) -> Question:
                 # SGLang passes x in two forms; the keys of all ranks hold the same tactic.
                 columns = parse_key(key).shapes[0][1]
                 tactic = tactics.setdefault((fused, bucket, stage, columns), ids[len(tactics) % len(ids)])
-                entries.append(ConfigEntry(key, tactic, 0.1, 0.2, 1.0, 9))
+                entries.append(Entry(key, tactic, 0.1, 0.2, 1.0, 9))
     asked = Question(version, entries, [], [])
     for maximum, columns, fused, tokens in itertools.product(MAXIMA, X, fusings, TOKENS):
         asked.calls.append(

@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 
 from synth.catalog.shapes import Deployment, MoEShape
 from synth.checking.check import check
-from synth.configs.formats import BUNDLED_PREFIX, ConfigEntry, dumps_bundled, dumps_json
+from synth.configs.model import BUNDLED_PREFIX, Entry
+from synth.configs.module import dumps_bundled
+from synth.configs.v1 import dumps_json
 from synth.errors import MissingDependencyError, SynthError
 from synth.flashinfer.buckets import token_buckets
 from synth.flashinfer.calls import ENGINES
@@ -36,7 +38,7 @@ def first_key(content: dict[str, Any]) -> str:
     return next(k for k in content if not k.startswith("_"))
 
 
-def test_every_key_of_a_good_file_is_served(write: Write, entries: list[ConfigEntry]) -> None:
+def test_every_key_of_a_good_file_is_served(write: Write, entries: list[Entry]) -> None:
     report = replay(write())
     assert report.ok and report.loaded
     assert report.keys == report.keys_hit == len(entries)
@@ -56,7 +58,7 @@ def test_every_quantization_is_served(tmp_path: Path, quant: str, arch: str, dev
     table = load_table(arch, quant)
     table = table if fused else table.without_fused_finalize()
     entries = {
-        key: ConfigEntry(key, table.ids(stage)[-1])
+        key: Entry(key, table.ids(stage)[-1])
         for engine in ENGINES
         for stage in (1, 2)
         for bucket in token_buckets(32768)
@@ -82,9 +84,9 @@ def test_the_bundled_loader_serves_and_names_the_file_it_looks_for(write: Write)
     )
 
 
-def test_the_gpu_of_a_module_without_metadata_is_in_its_name(tmp_path: Path, entries: list[ConfigEntry]) -> None:
+def test_the_gpu_of_a_module_without_metadata_is_in_its_name(tmp_path: Path, entries: list[Entry]) -> None:
     path = tmp_path / f"{BUNDLED_PREFIX}NVIDIA_H200.py"
-    path.write_text(f"best_configs = { {e.key: (0, e.tactic_id) for e in entries}!r}", encoding="utf-8")
+    path.write_text(f"best_configs = { {e.text: (0, e.tactic_id) for e in entries}!r}", encoding="utf-8")
     report = replay(path)
     assert report.ok and report.device == H200
 
@@ -153,7 +155,7 @@ def test_a_crashing_entry_is_reported_as_the_exception(write: Write) -> None:
     assert report.misses[0].code == "load-error" and "KeyError" in report.misses[0].reason
 
 
-def test_each_wrong_entry_is_missed_alone_and_says_why(write: Write, entries: list[ConfigEntry]) -> None:
+def test_each_wrong_entry_is_missed_alone_and_says_why(write: Write, entries: list[Entry]) -> None:
     expected: dict[str, str] = {}
 
     def spoil(content: dict[str, Any]) -> None:

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from installs import install, uninstall
 
 from synth.cli import main
-from synth.configs.formats import read
+from synth.configs.reading import read
 from synth.errors import SynthError
 from synth.flashinfer.versions import build_metadata
 from synth.gpu import replay as replaying
 from synth.gpu.replay import StubbedFlashInfer, replay_file, replay_store, stubbed_gpu
 from synth.gpu.store import environment, gpu_here, store_files
-from synth.servers.installing import install, uninstall
 from synth.servers.placing import KEPT
 
 pytest.importorskip("flashinfer.autotune_cache")
@@ -67,10 +67,10 @@ def test_flashinfers_strict_replay_accepts_a_whole_store_and_not_one_that_lacks_
 ) -> None:
     module = importlib.import_module("flashinfer.autotune_cache")
     config = read(write())
-    keys, _ = replaying._parse(config)
+    keys = {e.text: e.key for e in config.entries if e.key is not None}
 
     def ask() -> tuple[Any, replaying._Tally]:
-        tally = replaying._Tally({e.key: e.tactic_id for e in config.entries}, keys)
+        tally = replaying._Tally({e.text: e.tactic_id for e in config.entries}, keys)
         with (
             stubbed_gpu(H200, "sm90") as stub,
             module.autotune_v2(
@@ -86,7 +86,7 @@ def test_flashinfers_strict_replay_accepts_a_whole_store_and_not_one_that_lacks_
     coverage, tally = ask()
     assert (coverage.misses, coverage.skipped, tally.misses) == (0, 0, {}) and coverage.hits >= tally.hits
 
-    lost = config.entries[0].key
+    lost = config.entries[0].text
     store._entry_path(lost).unlink()
     coverage, tally = ask()
     assert coverage.misses > 0
@@ -102,7 +102,7 @@ def test_the_store_is_what_flashinfer_itself_preloads(write: Write, tmp_path: Pa
         (files.folder / name).write_bytes(data)
     entries, total, skipped = cache(tmp_path).preload()
     assert (len(entries), total, skipped) == (len(config.raw), len(config.raw), 0)
-    assert {str(fields): entry.tactic for fields, entry in entries} == {e.key: e.tactic_id for e in config.entries}
+    assert {str(fields): entry.tactic for fields, entry in entries} == {e.text: e.tactic_id for e in config.entries}
     assert json.loads(files.files["manifest.json"]) == cache(tmp_path).manifest
 
 
@@ -110,10 +110,10 @@ def test_what_isnt_served_from_the_store_is_a_miss(write: Write, tmp_path: Path,
     config = read(write())
     install(write(), "flashinfer", folder=tmp_path)
     lost, changed = config.entries[3], config.entries[40]
-    cache(tmp_path)._entry_path(lost.key).unlink()
-    cache(tmp_path).publish(changed.key, "MoERunner", changed.tactic_id + 1)
+    cache(tmp_path)._entry_path(lost.text).unlink()
+    cache(tmp_path).publish(changed.text, "MoERunner", changed.tactic_id + 1)
     report = replay_store(config, tmp_path)
-    assert {m.key: m.code for m in report.misses} == {lost.key: "not-found", changed.key: "wrong-tactic"}
+    assert {m.key: m.code for m in report.misses} == {lost.text: "not-found", changed.text: "wrong-tactic"}
     assert report.keys_hit == len(config.raw) - 2 and report.hits < report.lookups
 
 
@@ -121,7 +121,7 @@ def test_what_a_server_published_comes_back_and_what_it_published_since_stays(
     write: Write, tmp_path: Path, h200: StubbedFlashInfer
 ) -> None:
     config = read(write())
-    store, key = cache(tmp_path / "store"), config.entries[0].key
+    store, key = cache(tmp_path / "store"), config.entries[0].text
     store.publish(key, "MoERunner", 5)
     store.publish("another key", "Other", 1)
     before = everything(tmp_path / "store")
@@ -307,7 +307,7 @@ def test_what_isnt_served_from_a_servers_file_is_a_miss(write: Write, ranks: lis
     config = read(write())
     install(write(), "sglang", folder=ranks[0].parent)
     content = json.loads(ranks[0].read_text())
-    lost, changed = config.entries[3].key, config.entries[40].key
+    lost, changed = config.entries[3].text, config.entries[40].text
     del content[lost]
     content[changed][1] += 1
     ranks[0].write_text(json.dumps(content))

@@ -9,19 +9,22 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from configs import config_of
 from hypothesis import given
 from hypothesis import strategies as st
+from installs import install, uninstall
 
 from synth.catalog.shapes import Deployment, MoEShape
 from synth.cli import main
-from synth.configs.formats import ConfigEntry, ConfigFile, dumps_bundled, dumps_json
-from synth.configs.merging import merge, render, same, without
+from synth.configs.merging import merge, same, without
+from synth.configs.model import Entry
+from synth.configs.module import dumps_bundled
+from synth.configs.v1 import dumps_as_served, dumps_json
 from synth.errors import SynthError
 from synth.flashinfer.buckets import token_buckets
 from synth.flashinfer.keys import file_keys
 from synth.flashinfer.tactics import load_table
 from synth.flashinfer.versions import build_metadata
-from synth.servers.installing import install, uninstall
 from synth.servers.placing import KEPT
 
 H200 = "NVIDIA H200"
@@ -50,10 +53,10 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "home"
 
 
-def entries(buckets: int = 3, shift: int = 0) -> list[ConfigEntry]:
+def entries(buckets: int = 3, shift: int = 0) -> list[Entry]:
     table = load_table("sm90", "bf16")
     return [
-        ConfigEntry(key, table.ids(stage)[(i + shift) % len(table.ids(stage))], 0.25, 0.5, 1.0, 45)
+        Entry(key, table.ids(stage)[(i + shift) % len(table.ids(stage))], 0.25, 0.5, 1.0, 45)
         for stage in (1, 2)
         for i, bucket in enumerate(token_buckets(512)[:buckets])
         for key in file_keys(OLMOE, "vllm", bucket, stage, "sm90")
@@ -63,7 +66,7 @@ def entries(buckets: int = 3, shift: int = 0) -> list[ConfigEntry]:
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
     def write_config(
-        some: list[ConfigEntry] | None = None,
+        some: list[Entry] | None = None,
         *,
         name: str = "config.json",
         provenance: dict[str, object] | None = None,
@@ -89,7 +92,9 @@ def load(path: Path) -> Content:
 
 
 def server_file(tuned: Content | None = None, **metadata: object) -> bytes:
-    return render({**SERVER, **metadata}, {OTHER: OTHER_ENTRY, **(tuned or {})}, {"_generation": "0" * 64})
+    return dumps_as_served(
+        config_of({**SERVER, **metadata}, {OTHER: OTHER_ENTRY, **(tuned or {})}, {"_generation": "0" * 64})
+    )
 
 
 def vllm_folder(home: Path, files: dict[str, bytes] | None = None, name: str = "ab" * 32) -> Path:
@@ -307,10 +312,10 @@ def test_a_file_of_another_environment_is_refused_and_a_wildcard_on_either_side_
 
 
 def test_a_file_that_flashinfer_would_ignore_is_refused(home: Path, write: Write) -> None:
-    folder = vllm_folder(home, {"autotune_configs.json": render({"gpu": H200}, {}, {})})
+    folder = vllm_folder(home, {"autotune_configs.json": dumps_as_served(config_of({"gpu": H200}, {}))})
     with pytest.raises(SynthError, match=r"lacks flashinfer_version, .*start the server once more"):
         install(write(), "vllm")
-    (folder / "autotune_configs.json").write_bytes(render(None, {}, {}))
+    (folder / "autotune_configs.json").write_bytes(dumps_as_served(config_of(None, {})))
     with pytest.raises(SynthError, match="no _metadata that says what it was tuned on"):
         install(write(), "vllm")
     (folder / "autotune_configs.json").write_bytes(b"{")
@@ -358,7 +363,7 @@ def test_what_is_not_fit_to_be_served_is_refused(home: Path, write: Write, tmp_p
     before = everything(folder)
     bundled = tmp_path / "config.py"
     bundled.write_bytes(dumps_bundled(build_metadata(H200), entries()))
-    first = entries()[0].key
+    first = entries()[0].text
     cases: list[tuple[Path, str]] = [
         (bundled, "not FlashInfer's v1 JSON"),
         (write(name="a.json", change=lambda c: c.pop("_metadata")), "says None for flashinfer_version"),
@@ -417,17 +422,17 @@ raws = st.dictionaries(some_keys, values, max_size=5)
 def test_a_merge_can_be_taken_out_again_whatever_was_tuned_since(
     ours: dict[str, object], theirs: dict[str, object], tuned: dict[str, object]
 ) -> None:
-    config, original = ConfigFile("json", {}, ours), ConfigFile("json", SERVER, theirs, {"_records": {"x": 1}})
+    config, original = config_of({}, ours), config_of(SERVER, theirs, {"_records": {"x": 1}})
     merged = merge(config, original)
     content = json.loads(merged.data)
     assert content.pop("_metadata") == SERVER and content.pop("_records") == {"x": 1}
     assert same(content, {**theirs, **ours})
     assert merged.added + merged.replaced + merged.same == len(ours)
     assert merged.kept + len(ours) == len(content)
-    assert same(without(ConfigFile("json", SERVER, content), config, original).raw, theirs)
+    assert same(without(config_of(SERVER, content), config, original).raw, theirs)
 
     later = {**content, **tuned}
-    back = without(ConfigFile("json", SERVER, later), config, original).raw
+    back = without(config_of(SERVER, later), config, original).raw
     for key in later:
         if key in ours and same(later[key], ours[key]):
             assert (key in back) == (key in theirs) and same(back.get(key), theirs.get(key))

@@ -21,16 +21,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from installs import install, uninstall
 
 from synth.catalog.shapes import Deployment, MoEShape
-from synth.configs.formats import ConfigEntry, dumps_json
+from synth.configs.model import Entry
+from synth.configs.v1 import dumps_json
 from synth.errors import SynthError
 from synth.flashinfer.buckets import token_buckets
 from synth.flashinfer.keys import file_keys
 from synth.flashinfer.tactics import load_table
 from synth.flashinfer.versions import build_metadata
 from synth.gpu.replay import StubbedFlashInfer, stubbed_gpu
-from synth.servers.installing import install, uninstall
 from synth.servers.places import LAYOUTS, search_root
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -97,7 +98,7 @@ def h200() -> Iterator[StubbedFlashInfer]:
 def config(tmp_path: Path) -> Path:
     table = load_table("sm90", "bf16")
     entries = [
-        ConfigEntry(key, table.ids(stage)[i], 0.25, 0.5, 1.0, 45)
+        Entry(key, table.ids(stage)[i], 0.25, 0.5, 1.0, 45)
         for stage in (1, 2)
         for i, bucket in enumerate(token_buckets(512))
         for key in file_keys(OLMOE, "vllm", bucket, stage, "sm90")
