@@ -286,9 +286,9 @@ def _only(sidecar: Sidecar, kept: Mapping[str, object]) -> Sidecar:
     for record in sidecar.records:
         those = tuple(key for key in record.keys if key in kept)
         if record.written and those:
-            records.append(replace(record, keys=those))
+            records.append(record._replace(keys=those))
         elif record.written:
-            records.append(replace(record, written=False))
+            records.append(record._replace(written=False))
         else:
             records.append(record)
     return replace(sidecar, records=tuple(records))

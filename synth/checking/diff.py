@@ -229,6 +229,7 @@ class _File:
     side: Side
     config: Config
     contract: Contract | None
+    arch: str | None
 
     def key(self, entry: Entry) -> Key | None:
         """Return an entry's key where what it means can be told."""
@@ -237,7 +238,7 @@ class _File:
 
     def meaning(self, entry: Entry) -> Meaning | None:
         """Return what an entry is about, None where its key doesn't tell."""
-        return entry.meaning(self.side.flashinfer, arch_of(self.side.device)) if self.key(entry) is not None else None
+        return entry.meaning(self.side.flashinfer, self.arch) if self.key(entry) is not None else None
 
 
 def compare(
@@ -284,9 +285,8 @@ def _load(file: Path | Config, flashinfer: str, device: str | None) -> _File:
         contract = contract_for(version)
     malformed = len(config.entries) - len(config.served)
     path = config.path if config.path is not None else Path("config")
-    return _File(
-        Side(path, version, guessed, config.gpu or device, len(config.served), malformed), config, contract
-    )
+    side = Side(path, version, guessed, config.gpu or device, len(config.served), malformed)
+    return _File(side, config, contract, arch_of(side.device))
 
 
 def _version(config: Config, flashinfer: str) -> tuple[str, bool]:
@@ -366,7 +366,11 @@ def _metadata(a: Config, b: Config) -> tuple[tuple[str, object, object], ...]:
 
 
 def _stated(pair: Pair, first: _File, second: _File) -> Iterator[Times]:
-    """Yield the times that the files and their sidecars state."""
+    """Yield the times that the files and their sidecars state; of one tactic, what the entries themselves say."""
+    if pair.same:
+        if pair.a.ms is not None and pair.b.ms is not None:
+            yield Times("stated", ("", ""), pair.a.ms, pair.b.ms)
+        return
     record_a, record_b = first.config.records.get(pair.a.key), second.config.records.get(pair.b.key)
     if pair.a.ms is not None and pair.b.ms is not None:
         yield Times("stated", (_kind(record_a, first), _kind(record_b, second)), pair.a.ms, pair.b.ms)

@@ -18,11 +18,11 @@ from synth.configs.v1 import dumps_json
 from synth.errors import SynthError
 from synth.flashinfer.buckets import is_grid_bucket
 from synth.flashinfer.calls import ENGINES, signatures
-from synth.flashinfer.keys import render_keys, signature_keys
+from synth.flashinfer.keys import Call, extras_of, signature_keys
 from synth.flashinfer.legality import smem_block_bytes, why_not
 from synth.flashinfer.reachability import unreachable
 from synth.flashinfer.tactics import Tactic, TacticTable, load_tables
-from synth.flashinfer.versions import arch_of, build_metadata, contract_for, entry_id, served_id
+from synth.flashinfer.versions import RUNNER, arch_of, build_metadata, contract_for, entry_id, served_id
 
 #: Why an entry is not taken over, in the order in which they are printed.
 REASONS = {
@@ -155,9 +155,8 @@ def port(
             contradicted.update(dict.fromkeys(entry.text for entry, _ in those))
             continue
         entry, meaning = those[0]
-        if after.entry_elements < 4:
-            entry = Entry(entry.text, entry.tactic_id)
-        entries.append(replace(entry, text=key, tactic_id=meaning.tactic_id))
+        times = (entry.time_ms, entry.runner_up_ms, entry.margin, entry.candidates)
+        entries.append(Entry(key, meaning.tactic_id, *(times if after.entry_elements >= 4 else ())))
         for old, _ in those:
             renamed.setdefault(old.text, {})[key] = None
     dropped["conflict"] = len(contradicted.keys() - renamed.keys())
@@ -235,11 +234,10 @@ def _meanings(entry: Entry, source: str, to: str, device: str, arch: str, calls:
     stage = key.stage or 1
     if contract_for(source).extras:
         quant = key.quant(source)
-        values = key.named(source)
-        fused = values["use_fused_finalize"] is True
-        keys = render_keys(contract_for(to), key.op, key.shapes, {"cluster_rank": 0, **values})
+        fused = key.named(source)["use_fused_finalize"] is True
         if quant is None:
             raise _DroppedError("unknown-quant")
+        keys = tuple(str((key.op, RUNNER, key.shapes, *extras)) for extras in _extras_there(key.call, source, to))
         fits = [(key.shape(source), quant, keys)]
     else:
         fits, fused = calls.get(entry.text, []), True
@@ -268,17 +266,30 @@ def _meanings(entry: Entry, source: str, to: str, device: str, arch: str, calls:
     if len(tactics) > 1:
         raise _DroppedError("ambiguous")
     ((quant, tactic),) = tactics.items()
-    if all(other != tactic for _, other in after[quant].items(stage)):
-        raise _DroppedError("gone")
+    try:
+        new_id = entry_id(after[quant], stage, tactic)
+    except SynthError:
+        raise _DroppedError("gone") from None
     smem = smem_block_bytes(device, arch)
     meanings = [
-        _Meaning(tactic, entry_id(after[quant], stage, tactic), keys)
+        _Meaning(tactic, new_id, keys)
         for shape, its_quant, keys in fits
-        if its_quant == quant and why_not(shape, quant, tactic, stage, arch, smem, flashinfer=to) is None
+        if its_quant == quant and _can_run(shape, quant, tactic, stage, arch, smem, to)
     ]
     if not meanings:
         raise _DroppedError("cannot-run")
     return meanings
+
+
+@functools.lru_cache(maxsize=4096)
+def _extras_there(call: Call, source: str, to: str) -> tuple[tuple[object, ...], ...]:
+    """Return what follows the shapes in a call's keys under another version: of one key, or of every rank's."""
+    return extras_of(contract_for(to), {"cluster_rank": 0, **call.named(source)})
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _can_run(shape: MoEShape, quant: str, tactic: Tactic, stage: int, arch: str, smem: int | None, to: str) -> bool:
+    return why_not(shape, quant, tactic, stage, arch, smem, flashinfer=to) is None
 
 
 def _has_bucket(bucket: int, flashinfer: str) -> bool:

@@ -7,9 +7,9 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from synth.catalog import untrusted
 from synth.errors import SynthError
@@ -21,8 +21,7 @@ _MAX_BYTES = 128 << 20
 _SUFFIX = ".provenance.json"
 
 
-@dataclass(frozen=True)
-class Record:
+class Record(NamedTuple):
     """One choice, as the sidecar has it.
 
     Attributes
@@ -132,7 +131,8 @@ class Sidecar:
             fresh = tuple(dict.fromkeys(new for key in record.keys for new in keys.get(key, ())))
             if fresh:
                 kind = "predicted" if record.source in ("measured", "verified") else record.source
-                records.append(replace(record, keys=fresh, source=kind, ported_from=record.ported_from or source))
+                ported_from = record.ported_from or source
+                records.append(record._replace(keys=fresh, source=kind, ported_from=ported_from))
         return Sidecar({**self.head, "flashinfer": to}, tuple(records))
 
 
@@ -176,7 +176,7 @@ def read(config: Path, sha256: str) -> Sidecar | None:
 
 
 def _as_json(record: Record) -> dict[str, Any]:
-    found = {name: getattr(record, attribute) for attribute, name, _ in _FIELDS}
+    found = dict(zip(_NAMES, record, strict=True))
     if not record.ported_from:
         del found["ported_from"]
     return found
@@ -187,13 +187,11 @@ def _record(choice: object) -> Record:
     if not isinstance(choice, dict):
         raise TypeError("the object")
     choice.setdefault("ported_from", "")
-    values: list[Any] = []
-    for _, name, good in _FIELDS:
-        value = choice[name]
+    values = [choice[name] for name in _NAMES]
+    for name, good, value in zip(_NAMES, _CHECKS, values, strict=True):
         if not good(value):
             raise ValueError(name)
-        values.append(tuple(value) if isinstance(value, list) else value)
-    return Record(*values)
+    return Record._make(tuple(value) if type(value) is list else value for value in values)
 
 
 def _is_text(value: object) -> bool:
@@ -228,7 +226,6 @@ _KINDS: dict[str, Callable[[object], bool]] = {
     **dict.fromkeys(("stage", "bucket"), _is_count),
     "source": _is_source,
 }
-_NAMES = {"within_1": "within_1%", "within_2": "within_2%"}
-_FIELDS: tuple[tuple[str, str, Callable[[Any], bool]], ...] = tuple(
-    (f.name, _NAMES.get(f.name, f.name), _KINDS.get(f.name, _is_number)) for f in fields(Record)
-)
+#: A record's fields as the file has them, and what each may be.
+_NAMES = tuple({"within_1": "within_1%", "within_2": "within_2%"}.get(name, name) for name in Record._fields)
+_CHECKS: tuple[Callable[[Any], bool], ...] = tuple(_KINDS.get(name, _is_number) for name in Record._fields)

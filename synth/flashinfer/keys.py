@@ -161,11 +161,19 @@ def render_keys(
     values : mapping
         Extras by name; those that the contract doesn't have are left out, ranks are filled in.
     """
+    return tuple(str((op, RUNNER, shapes, *extras)) for extras in extras_of(contract, values))
+
+
+def extras_of(contract: Contract, values: Mapping[str, Extra]) -> tuple[tuple[object, ...], ...]:
+    """Return what follows the shapes in one call's keys: nothing, its extras, or those of every rank.
+
+    Parameters are those of :func:`render_keys`.
+    """
     if contract.extras is None:
-        return (str((op, RUNNER, shapes)),)
+        return ((),)
     tp, ep = (int(values[name]) if "tp_rank" in contract.extras else 1 for name in ("tp_size", "ep_size"))
     return tuple(
-        str((op, RUNNER, shapes, tuple({**values, "tp_rank": t, "ep_rank": e}[name] for name in contract.extras)))
+        (tuple({**values, "tp_rank": t, "ep_rank": e}[name] for name in contract.extras),)
         for t, e in itertools.product(range(tp), range(ep))
     )
 

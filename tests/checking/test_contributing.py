@@ -128,7 +128,7 @@ def test_a_sidecar_that_claims_more_than_was_timed_is_found_out(tmp_path: Path) 
         path = tmp_path / f"{label}.json"
         emitted = synth("emit", "--device", H200, "--model", label, "--quant", "bf16", *UP_TO_8192, *own, "-o", path)
         assert emitted.exit_code == 0, emitted.output
-        resealed(path, lambda r: dataclasses.replace(r, source="measured"))
+        resealed(path, lambda r: r._replace(source="measured"))
         with pytest.raises(RefusedError) as e:
             prepare(path, [MEASUREMENTS])
         assert e.value.refused == {reason: e.value.entries}
@@ -163,14 +163,14 @@ def test_a_tactic_with_wrong_numbers_is_refused_whatever_was_compared_before(cop
 
 def test_a_config_and_a_sidecar_that_contradict_each_other_are_refused(olmoe: Path, copy: Path) -> None:
     other = str(load_table("sm90", "bf16").gemm1[3])
-    resealed(copy, lambda r: dataclasses.replace(r, tactic=other) if r.stage == 1 and r.quant == "bf16" else r)
+    resealed(copy, lambda r: r._replace(tactic=other) if r.stage == 1 and r.quant == "bf16" else r)
     with pytest.raises(SynthError, match="is another tactic; emit both anew"):
         prepare(copy, [MEASUREMENTS])
     # Timings of one bucket don't stand for the key of another, nor those of one layer for another layer's.
     for name, value in (("bucket", 256), ("shape", "h6144-i256-e256-k8"), ("fused_finalize", False)):
         shutil.copy(olmoe, copy)
         shutil.copy(sidecar_path(olmoe), sidecar_path(copy))
-        resealed(copy, lambda r, change={name: value}: dataclasses.replace(r, **change))  # type: ignore[misc]
+        resealed(copy, lambda r, change={name: value}: r._replace(**change))  # type: ignore[misc]
         with pytest.raises(SynthError, match="the sidecar says h"):
             prepare(copy, [MEASUREMENTS])
     copy.write_bytes(copy.read_bytes() + b"\n")
