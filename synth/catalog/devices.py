@@ -5,17 +5,11 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-import sys
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
-from importlib import resources
 
+from synth.catalog.data import read_toml
 from synth.errors import SynthError
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 # Words of names: the maker's, which every name has; the series that shares its numbers with older cards; and what
 # torch adds to a card's name where it sees only a slice of it.
@@ -74,7 +68,6 @@ def slug(name: str) -> str:
 @functools.cache
 def load_devices() -> tuple[Device, ...]:
     """Return the known devices, in the order of ``devices.toml``."""
-    text = (resources.files("synth.catalog") / "devices.toml").read_text(encoding="utf-8")
     return tuple(
         Device(
             name=row["name"],
@@ -86,7 +79,7 @@ def load_devices() -> tuple[Device, ...]:
             smem_block_bytes=row["smem_block_bytes"],
             source=row["source"],
         )
-        for row in tomllib.loads(text)["device"]
+        for row in read_toml("synth.catalog", "devices.toml")["device"]
     )
 
 

@@ -6,21 +6,15 @@ import difflib
 import functools
 import json
 import re
-import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from synth.catalog.data import read_toml
 from synth.catalog.padding import ENGINE_NAMES, PADDINGS, engines_that_pad, find_padding, round_up
 from synth.catalog.schemes import QUANTS
 from synth.errors import SynthError, UnsupportedShapeError
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 
 @dataclass(frozen=True, order=True)
@@ -250,8 +244,7 @@ class Deployment:
 @functools.cache
 def load_models() -> tuple[Model, ...]:
     """Return the public models of the catalogue, in the order of ``models.toml``."""
-    text = (resources.files("synth.catalog") / "models.toml").read_text(encoding="utf-8")
-    return tuple(map(_model, tomllib.loads(text)["model"]))
+    return tuple(map(_model, read_toml("synth.catalog", "models.toml")["model"]))
 
 
 def _model(row: dict[str, Any]) -> Model:

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from importlib import resources
 
+from synth.catalog.data import read_toml
 from synth.catalog.untrusted import printable
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 #: Severities, worst first: the entry or file is not served; it is, at a cost; worth knowing.
 SEVERITIES = ("error", "warning", "note")
@@ -49,8 +43,7 @@ class Finding:
 
 @functools.cache
 def _texts() -> Mapping[str, Mapping[str, str]]:
-    text = (resources.files("synth.checking") / "findings.toml").read_text(encoding="utf-8")
-    return tomllib.loads(text)
+    return read_toml("synth.checking", "findings.toml")
 
 
 def finding(name: str, key: str = "", /, *, severity: str | None = None, **facts: object) -> Finding:

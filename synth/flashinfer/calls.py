@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from synth.catalog.data import read_toml
 from synth.errors import SynthError
 
 #: Engines whose calls are known.
@@ -12,35 +14,14 @@ ENGINES = ("vllm", "sglang")
 #: default 8192 where it passes none, up to the largest that servers are started with.
 #: SGLang passes the power of two at or above the token count of each call.
 SERVER_MAX_TOKENS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
+
+_TABLE = read_toml("synth.flashinfer", "calls.toml")
 #: FlashInfer's ``ActivationType``: number → (name, has a gate).
-ACTIVATION_TYPES = {
-    0: ("Gelu", False),
-    1: ("Relu", False),
-    2: ("Silu", False),
-    3: ("Swiglu", True),
-    4: ("Geglu", True),
-    5: ("SwigluBias", True),
-    6: ("Relu2", False),
-    7: ("SwigluStep", True),
-    8: ("GegluTanh", True),
-    9: ("Identity", False),
-    10: ("Situ", True),
-    12: ("ClampedRelu2", False),
-    13: ("PowLU", True),
+ACTIVATION_TYPES: dict[int, tuple[str, bool]] = {
+    int(number): (name, gated) for number, (name, gated) in _TABLE["activation_types"].items()
 }
-#: A model's activation → FlashInfer's number, as vLLM (``activation_to_flashinfer_type``) and SGLang
-#: (``get_activation_type``) map it: both send every gated GELU to Geglu. gpt-oss's swigluoai is Swiglu with alpha,
-#: beta and limit tensors. Both know situ, but neither sends it to the CUTLASS kernel yet.
-ACTIVATIONS = {
-    "swiglu": 3,
-    "swigluoai": 3,
-    "geglu": 4,
-    "geglu_tanh": 4,
-    "situ": 10,
-    "relu2": 6,
-    "silu": 2,
-    "gelu": 0,
-}
+#: A model's activation → FlashInfer's number.
+ACTIVATIONS: dict[str, int] = _TABLE["activations"]
 
 
 class Dtype(str):
@@ -84,30 +65,24 @@ class CallSignature:
     x_pack: int
     weight_dtype: Dtype
     weight_pack: int
-    passes_bias: bool
-    mxfp8: bool
     source: str
+    passes_bias: bool = False
+    mxfp8: bool = False
 
-_VLLM = "vLLM fused_moe/experts/flashinfer_cutlass_moe.py, FlashInferExperts.apply"
-_SGLANG = "SGLang moe/moe_runner/flashinfer_cutlass.py, _run_flashinfer_cutlass"
-_SGLANG_MXFP4 = "SGLang moe/moe_runner/flashinfer_cutlass.py, _fused_experts_flashinfer_mxfp4_cutlass"
-#: Every known call. Both engines pass an output dtype of bfloat16 for a bfloat16 model, cluster_size 1, no
-#: enable_pdl (FlashInfer turns it on from SM90), and no biases except for MXFP4 weights. tp_size and ep_size are
-#: the MoE layer's: under expert parallelism vLLM has tp_size 1. Not here: SGLang with the ``flashinfer`` all-to-all
-#: backend (enable_alltoall), block-scaled FP8, and 4-bit weights with 16-bit activations.
-SIGNATURES = (
-    CallSignature("vllm", "bf16", BF16, 1, BF16, 1, False, False, f"{_VLLM}: unquantized"),
-    CallSignature("vllm", "fp8", FP8, 1, FP8, 1, False, False, f"{_VLLM}: FP8 per tensor"),
-    CallSignature("vllm", "nvfp4", UINT8, 2, INT64, 16, False, False, f"{_VLLM}: nvfp4, x quantized before the call"),
-    CallSignature("vllm", "mxfp8_mxfp4", FP8, 1, INT64, 16, True, True, f"{_VLLM}: mxfp4 weights, mxfp8 x"),
-    CallSignature("sglang", "bf16", BF16, 1, BF16, 1, False, False, f"{_SGLANG}: bf16"),
-    CallSignature("sglang", "fp8", FP8, 1, FP8, 1, False, False, f"{_SGLANG}: fp8, after scaled_fp8_quant"),
-    CallSignature("sglang", "nvfp4", BF16, 1, INT64, 16, False, False, f"{_SGLANG}: fp4, x not quantized"),
-    CallSignature(
-        "sglang", "nvfp4", UINT8, 2, INT64, 16, False, False, f"{_SGLANG}: fp4, x quantized before the all-gather"
-    ),
-    CallSignature("sglang", "mxfp8_mxfp4", FP8, 1, INT64, 16, True, True, f"{_SGLANG_MXFP4}: after mxfp8_quantize"),
-)
+
+def _signature(row: dict[str, Any]) -> CallSignature:
+    (x_dtype, x_pack), (weight_dtype, weight_pack) = row.pop("x"), row.pop("weights")
+    return CallSignature(
+        x_dtype=Dtype(f"torch.{x_dtype}"),
+        x_pack=x_pack,
+        weight_dtype=Dtype(f"torch.{weight_dtype}"),
+        weight_pack=weight_pack,
+        **row,
+    )
+
+
+#: Every known call.
+SIGNATURES = tuple(map(_signature, _TABLE["call"]))
 
 
 def signatures(engine: str, quant: str) -> tuple[CallSignature, ...]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from synth.catalog.data import read_toml
 from synth.catalog.devices import get_device
 from synth.errors import SynthError
 from synth.flashinfer.tactics import DEFAULT_FLASHINFER
@@ -23,32 +24,6 @@ OPS = {1: "trtllm::fused_moe::gemm1", 2: "trtllm::fused_moe::gemm2"}
 RUNNER = "MoERunner"
 #: The profiling policy of the CUTLASS MoE; an entry with another one is re-profiled while a server warms up.
 POLICY = ("cuda_graph_profile_replays", None, "l2_cache_policy", "hot")
-_EXTRAS_WITH_RANKS = (
-    "x_dtype",
-    "weight_dtype",
-    "output_dtype",
-    "top_k",
-    "tp_size",
-    "tp_rank",
-    "ep_size",
-    "ep_rank",
-    "cluster_size",
-    "cluster_rank",
-    "enable_alltoall",
-    "use_deepseek_fp8_block_scale",
-    "use_w4_group_scaling",
-    "use_mxfp8_act_scaling",
-    "use_wfp4afp8_humming",
-    "min_latency_mode",
-    "enable_pdl",
-    "activation_type",
-    "use_packed_weights",
-    "use_fused_finalize",
-)
-_EXTRAS = tuple(name for name in _EXTRAS_WITH_RANKS if not name.endswith("_rank"))
-_METADATA_5 = ("flashinfer_version", "cuda_version", "cublas_version", "cudnn_version", "gpu")
-_METADATA_6 = (*_METADATA_5[:4], "cudnn_frontend_version", "gpu")
-_METADATA_7 = (*_METADATA_6[:5], "cutlass_dsl_version", "gpu")
 
 
 @dataclass(frozen=True)
@@ -88,21 +63,19 @@ class Contract:
     finalize_option: bool = True
     misreads_gemm2_ids: bool = False
 
-#: Every known version, oldest first. The installed one is checked by the tests, every other one by a slow test that
-#: downloads the wheels.
-CONTRACTS = (
-    Contract("0.6.4", "0.6.6", None, False, (), 0, finalize_option=False, misreads_gemm2_ids=True),
-    Contract("0.6.7", "0.6.9", None, False, _METADATA_5, 2, finalize_option=False, misreads_gemm2_ids=True),
-    Contract("0.6.10", "0.6.10", None, True, _METADATA_5, 2, finalize_option=False, misreads_gemm2_ids=True),
-    Contract("0.6.11", "0.6.12", None, True, _METADATA_6, 2, finalize_option=False, misreads_gemm2_ids=True),
-    Contract("0.6.13", "0.6.14", (), True, _METADATA_6, 2, finalize_option=False, misreads_gemm2_ids=True),
-    Contract("0.6.15", "0.6.17", (), True, _METADATA_6, 2),
-    Contract("0.6.18", "0.6.18", _EXTRAS_WITH_RANKS, True, _METADATA_6, 2),
-    Contract("0.7.0", "0.7.0", _EXTRAS_WITH_RANKS, True, _METADATA_7, 2, managed_store=True),
-    Contract("0.7.1", "0.7.1", _EXTRAS_WITH_RANKS, True, _METADATA_7, 3, managed_store=True),
-    Contract("0.7.2", "0.7.2", _EXTRAS, True, _METADATA_7, 3, managed_store=True),
-    Contract("0.7.4", "0.7.4", _EXTRAS, True, _METADATA_7, 4, managed_store=True),
-)
+
+def _contracts() -> tuple[Contract, ...]:
+    table = read_toml("synth.flashinfer", "contracts.toml")
+    lists = {name: tuple(values) for name, values in table["lists"].items()}
+    rows = []
+    for row in table["contract"]:
+        extras, metadata = row.pop("extras", None), row.pop("metadata")
+        rows.append(Contract(extras=lists.get(extras), metadata_keys=lists[metadata], **row))
+    return tuple(rows)
+
+
+#: Every known version, oldest first.
+CONTRACTS = _contracts()
 #: The ``_metadata`` keys of the default version.
 METADATA_KEYS = CONTRACTS[-1].metadata_keys
 
