@@ -1,6 +1,6 @@
 """Fit the analytic model's constants to public whole-layer measurements: ``python benchmarks/constants.py DIR``.
 
-Writes ``synth/analytical.toml``. DIR holds the measurements that ``synth evaluate --evidence`` reads; they are not part
+Writes ``synth/analytical.toml``. DIR holds the measurements that ``benchmarks/evidence.py`` reads; they are not part
 of the project. Repeat after the shipped NVIDIA H200 models change: the fit begins at their constants.
 """
 
@@ -9,9 +9,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from studies.public import fit_constants, grouped, read_folder
+
 from synth.catalog.devices import get_device
 from synth.catalog.paths import find_model, shipped
-from synth.choosing.evidence import fit_constants, grouped, read_folder
 from synth.flashinfer.tactics import DEFAULT_FLASHINFER
 from synth.performance.analytical import STRUCTURE
 from synth.performance.model import PerformanceModel

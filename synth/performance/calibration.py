@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -152,3 +153,23 @@ class Reliability:
             "calibration_error": self.error,
             "bins": [{"stated": s, "happened": h, "count": n} for s, h, n in bins],
         }
+
+
+def reliability(stated: Floats, hit: NDArray[np.bool_], family: NDArray[np.str_]) -> tuple[Reliability, Reliability]:
+    """Compare stated probabilities with what happened: as stated, and each family's corrected by the others.
+
+    Parameters
+    ----------
+    stated : ndarray of float64, shape (choices,)
+    hit : ndarray of bool, shape (choices,)
+    family : ndarray of str, shape (choices,)
+    """
+    by_others = cross_fitted(partial(_corrected_by, stated, hit), family)
+    return Reliability.of(stated, hit), Reliability.of(by_others, hit)
+
+
+def _corrected_by(
+    stated: Floats, hit: NDArray[np.bool_], rows: NDArray[np.bool_]
+) -> Callable[[NDArray[np.bool_]], Floats]:
+    learnt = correction(stated[rows], hit[rows])
+    return lambda mine: corrected(stated[mine], learnt)

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from studies.plotting import check, learning_curves, reliability
+from studies.replaying import Point
 
-from synth.choosing.learning import Point
-from synth.choosing.plotting import check, learning_curves, reliability
 from synth.errors import MissingDependencyError, SynthError
 from synth.performance.calibration import Reliability
 from synth.performance.evaluation import Evaluation
@@ -69,5 +69,5 @@ def test_without_matplotlib_one_line_says_how_to_get_it(monkeypatch: pytest.Monk
     for name in [n for n in sys.modules if n.split(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(MissingDependencyError, match=r"pip install 'flashinfer-synth\[plot\]'"):
+    with pytest.raises(MissingDependencyError, match=r"pip install 'flashinfer-synth\[studies\]'"):
         check()
