@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import as_completed
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +29,9 @@ from synth.choosing.choose import choose
 from synth.commands.options import json_option
 from synth.errors import SynthError
 from synth.performance.analytical import start_of
-from synth.performance.calibration import INTERVAL_SD, Reliability, cross_fitted, interval_factor, reliability
+from synth.performance.calibration import INTERVAL_SD, Reliability, covered, reliability
 from synth.performance.evaluation import Calibration, Judge, calibrate, held_out_groups
-from synth.performance.geometry import Floats, Ints
+from synth.performance.geometry import Ints
 from synth.performance.held_out import held_out_model, swept_shapes, workers
 from synth.performance.posterior import NEAR
 from synth.reporting.console import progress, table
@@ -163,19 +162,13 @@ def _coverage(point: Point) -> Coverage:
     """Count the errors inside 90 % intervals."""
     error = np.abs(point.error)
     family = np.array([family_of(point.evaluation.labels[i]) for i in point.error_shape.tolist()])
-    by_others = cross_fitted(partial(_scaled, error), family)
     return Coverage(
         point.mark,
         float((error <= INTERVAL_SD).mean()),
-        float((by_others <= INTERVAL_SD).mean()),
+        covered(error, family),
         float(point.expected.mean()),
         float(np.log(point.evaluation.regrets).mean()),
     )
-
-
-def _scaled(error: Floats, rows: Any) -> Callable[[Any], Floats]:
-    factor = interval_factor(error[rows])
-    return lambda mine: error[mine] / factor
 
 
 def _reliability(points: Sequence[Point], margin: int) -> tuple[Reliability, Reliability]:

@@ -72,6 +72,23 @@ def interval_factor(error: Floats) -> float:
     return float(np.quantile(np.abs(error), INTERVAL)) / INTERVAL_SD
 
 
+def covered(error: Floats, family: NDArray[np.str_]) -> float:
+    """Return the share of errors inside 90 % intervals when each family's factor comes from the others.
+
+    Parameters
+    ----------
+    error : ndarray of float64, shape (errors,)
+        In stated standard deviations.
+    family : ndarray of str, shape (errors,)
+    """
+    return float((cross_fitted(partial(_scaled, np.abs(error)), family) <= INTERVAL_SD).mean())
+
+
+def _scaled(error: Floats, rows: NDArray[np.bool_]) -> Callable[[NDArray[np.bool_]], Floats]:
+    factor = interval_factor(error[rows])
+    return lambda mine: error[mine] / factor
+
+
 def correction(probability: Floats, hit: NDArray[np.bool_]) -> tuple[float, float]:
     """Return intercept and slope on the logit that suit stated probabilities to what happened (Platt's scaling).
 

@@ -5,9 +5,8 @@ Regret is the time of the chosen tactic over the time of the best, one value for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 from synth.catalog.schemes import STAGES
 from synth.catalog.shapes import family_of
 from synth.errors import SynthError
-from synth.performance.calibration import INTERVAL, INTERVAL_SD, cross_fitted
+from synth.performance.calibration import covered, interval_factor
 from synth.performance.geometry import Floats, Ints, least_by
 from synth.performance.ties import pick, tie_order
 from synth.timings.measurements import Timings
@@ -207,15 +206,9 @@ def calibrate(judge: Judge, ms: Floats, log_sd: Floats) -> Calibration:
     """
     near = judge.timings.ms <= 1.2 * judge.best[judge.bucket]
     error = np.abs(np.log(ms[near] / judge.timings.ms[near]))
-    ratio = error / (INTERVAL_SD * log_sd[near])
     family = np.array([family_of(label) for label in judge.timings.labels])[judge.timings.shape[near]]
-    inside = cross_fitted(partial(_inside, ratio), family)
-    return Calibration(float(np.quantile(ratio, INTERVAL)), float(inside.mean()), float(np.expm1(np.median(error))))
-
-
-def _inside(ratio: Floats, rows: NDArray[np.bool_]) -> Callable[[NDArray[np.bool_]], Floats]:
-    width = np.quantile(ratio[rows], INTERVAL)
-    return lambda mine: np.asarray(ratio[mine] <= width, dtype=np.float64)
+    off = error / log_sd[near]
+    return Calibration(interval_factor(off), covered(off, family), float(np.expm1(np.median(error))))
 
 
 def baselines(judge: Judge, by: str = "family") -> Iterable[Evaluation]:

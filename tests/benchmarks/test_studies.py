@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import doubt
+import evidence
 import learning_curve
 import numpy as np
 import pytest
+import transfer
 import weak_spots
 from click.testing import CliRunner
 from doubt import Doubt
@@ -144,3 +147,17 @@ def test_a_script_prints_what_its_study_finds(tmp_path: Path, monkeypatch: pytes
     for main in (weak_spots.main, doubt.main, learning_curve.main):
         result = CliRunner().invoke(main, ["--quant", "nvfp4"])
         assert result.exit_code == 2 and result.stderr.count("\n") == 1 and "no timings of" in result.stderr
+
+
+def test_the_pages_name_scripts_and_options_that_are_there() -> None:
+    scripts = {"doubt": doubt, "evidence": evidence, "learning_curve": learning_curve, "transfer": transfer,
+               "weak_spots": weak_spots}  # fmt: skip
+    found = [
+        words
+        for page in (SHIPPED.parent / "README.md", *(SHIPPED.parent / "docs").glob("*.md"))
+        for words in re.findall(r"`python benchmarks/(\w+)\.py([^`\n]*)`", page.read_text(encoding="utf-8"))
+        if words[0] in scripts
+    ]
+    assert {name for name, _ in found} == set(scripts)
+    for name, options in found:
+        scripts[name].main.make_context(name, options.split())
