@@ -131,7 +131,7 @@ def study(timings: Timings, by: str, progress: Callable[[int, int], None] | None
         When no shape was swept.
     """
     title = f"{timings.origin.device} {timings.origin.quant}, held out by {by}"
-    if not len(swept_shapes(timings)):
+    if not len(swept_shapes(Judge(timings))):
         raise SynthError(f"{title}: no shape was swept, so there is nothing to replay")
     twice = _timed_twice(timings)
     halves = _two_passes(timings, twice) if len(twice) else []

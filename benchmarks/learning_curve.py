@@ -27,7 +27,7 @@ from studies.scripts import Script, by_option, plots_option, print_json, quant_o
 
 from synth.commands.options import json_option
 from synth.errors import SynthError
-from synth.performance.evaluation import held_out_groups
+from synth.performance.evaluation import Judge, held_out_groups
 from synth.performance.geometry import Ints
 from synth.performance.held_out import swept_shapes, workers
 from synth.reporting.console import progress, table
@@ -81,7 +81,7 @@ def study(timings: Timings, by: str, seeds: int, progress: Callable[[int, int], 
         When no shape was swept.
     """
     title = f"{timings.origin.device} {timings.origin.quant}, held out by {by}"
-    swept = swept_shapes(timings)
+    swept = swept_shapes(Judge(timings))
     if not len(swept):
         raise SynthError(f"{title}: no shape was swept, so there is nothing to replay")
     scopes = _scopes(timings, swept)

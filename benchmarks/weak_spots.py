@@ -248,7 +248,7 @@ def study(timings: Timings, by: str, progress: Callable[[int, int], None] | None
         When no shape was swept.
     """
     title = f"{timings.origin.device} {timings.origin.quant}, held out by {by}"
-    if not len(swept_shapes(timings)):
+    if not len(swept_shapes(Judge(timings))):
         raise SynthError(f"{title}: no shape was swept, so there is nothing to replay")
     with workers() as pool:
         found = hold_out_and_replay(timings, by, ways=("active",), progress=progress, pool=pool)

@@ -178,7 +178,7 @@ def hold_out_and_replay(
     judge = Judge(timings)
     cells = Cells.of(judge.timings)
     groups = held_out_groups(timings, by)
-    swept = swept_shapes(timings) if shares else np.zeros(0, dtype=np.int64)
+    swept = swept_shapes(judge) if shares else np.zeros(0, dtype=np.int64)
     use = partial(_use, timings, cells, swept, ways, shares, seeds)
     make = make or partial(held_out_model, start_of(timings.origin))
     folds = each_held_out(timings, groups, use, make, progress, pool)

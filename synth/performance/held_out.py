@@ -188,7 +188,7 @@ def hold_out(
     judge = Judge(timings)
     groups = held_out_groups(timings, by)
     cells = Cells.of(judge.timings)
-    swept = swept_shapes(timings) if stated else np.zeros(0, dtype=np.int64)
+    swept = swept_shapes(judge) if stated else np.zeros(0, dtype=np.int64)
     make = make or partial(held_out_model, start_of(timings.origin))
     folds = each_held_out(timings, groups, partial(_predict_and_choose, cells, swept), make, progress, pool)
     ms, log_sd = assembled(cells, groups, [prediction for prediction, _, _ in folds])
@@ -228,12 +228,10 @@ def assembled(cells: Cells, groups: Sequence[Ints], predictions: Sequence[Predic
     return ms, log_sd
 
 
-def swept_shapes(timings: Timings) -> Ints:
+def swept_shapes(judge: Judge) -> Ints:
     """Return the shapes whose sweep is whole: nearly every tactic was timed in each of their buckets."""
-    averaged = timings.averaged()
-    keys, bucket = averaged.buckets()
-    partly = keys[~swept_buckets(averaged, keys, bucket), 0]
-    return np.setdiff1d(keys[:, 0], partly)
+    partly = judge.keys[~swept_buckets(judge.timings, judge.keys, judge.bucket), 0]
+    return np.setdiff1d(judge.keys[:, 0], partly)
 
 
 # --- what `synth evaluate` prints ------------------------------------------------------------------------------------

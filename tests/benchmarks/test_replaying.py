@@ -7,6 +7,7 @@ import pytest
 from studies.replaying import Point, Replayed, hold_out_and_replay, known_device, new_device
 
 from synth.choosing.plan import timing_seconds
+from synth.performance.evaluation import Judge
 from synth.performance.held_out import swept_shapes
 from synth.performance.model import PerformanceModel
 from synth.timings.measurements import Timings, load
@@ -92,9 +93,9 @@ def test_without_shares_nothing_is_replayed(few: Timings) -> None:
 
 def test_a_sampled_shape_is_not_replayed(few: Timings) -> None:
     shapes = np.unique(few.shape)
-    assert swept_shapes(few).tolist() == shapes.tolist()
+    assert swept_shapes(Judge(few)).tolist() == shapes.tolist()
     sampled = few.select((few.shape != shapes[0]) | (np.arange(len(few)) % 3 == 0))
-    assert swept_shapes(sampled).tolist() == shapes[1:].tolist()
+    assert swept_shapes(Judge(sampled)).tolist() == shapes[1:].tolist()
 
 
 @pytest.mark.parametrize("way", ["active", "stratified", "random"])
