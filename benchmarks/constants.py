@@ -1,7 +1,7 @@
 """Fit the analytic model's constants to public whole-layer measurements: ``python benchmarks/constants.py DIR``.
 
-Writes ``synth/analytical.toml``. DIR holds the measurements that ``synth evaluate --evidence`` reads; they are not part
-of the project. Repeat after the shipped NVIDIA H200 models change: the fit begins at their constants.
+Writes ``synth/performance/analytical.toml``. DIR holds the measurements that ``benchmarks/evidence.py`` reads; they are
+not part of the project. Repeat after the shipped NVIDIA H200 models change: the fit begins at their constants.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from studies.public import fit_constants, grouped, read_folder
+
 from synth.catalog.devices import get_device
 from synth.catalog.paths import find_model, shipped
-from synth.choosing.evidence import fit_constants, grouped, read_folder
 from synth.flashinfer.tactics import DEFAULT_FLASHINFER
 from synth.performance.analytical import STRUCTURE
 from synth.performance.model import PerformanceModel
@@ -48,7 +49,7 @@ def main() -> None:
                 f"roofline = {{ {constants} }}\n"
             )
         print(name, quant, {e: [round(x, 2) for x in o] for e, o in model.overheads.items()}, model.resident)
-    target = Path(__file__).parents[1] / "synth" / "analytical.toml"
+    target = Path(__file__).parents[1] / "synth" / "performance" / "analytical.toml"
     target.write_text("\n".join(blocks), encoding="utf-8")
     print(f"-> {target.name}")
 

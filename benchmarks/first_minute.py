@@ -31,6 +31,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from studies.public import fit_constants, grouped, read_folder
+
 from synth.catalog.devices import get_device
 from synth.catalog.paths import shipped
 from synth.catalog.schemes import STAGES
@@ -38,7 +40,6 @@ from synth.catalog.shapes import deployments, find_layer, load_models, select
 from synth.choosing.anchors import with_anchors
 from synth.choosing.choose import choose
 from synth.choosing.emission import Source, emit
-from synth.choosing.evidence import fit_constants, grouped, read_folder
 from synth.choosing.plan import Layer, Plan, make_plan
 from synth.choosing.rounds import NewDevice
 from synth.collecting import GPU_RUNNER, RunnerSpec, collect, gpu_name, simulated_runner

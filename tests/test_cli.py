@@ -231,7 +231,7 @@ def test_emit_refuses_what_it_cannot_do_in_one_line(
         ("emit",), ("emit", "--device", "H200", "--tp", "0"), ("emit", "--device", "H200", "--quant", "int3"),
         ("emit", "--device", "H200", "--engine", "x"), ("emit", "--device", "H200", "--nonsense"),
         ("emit", "--device", "H200", "--max-tokens", "-5"), ("nonsense",), ("check",), ("replay",),
-        ("evaluate", "--by", "x"),
+        ("evaluate", "--by", "x"), ("evaluate", "--learning-curve"),
     ],
     ids=" ".join,
 )  # fmt: skip
@@ -694,11 +694,3 @@ def test_a_device_plan_is_printed_before_anything_is_timed(run: Run, tmp_path: P
 )
 def test_a_device_plan_that_cannot_be_is_one_line(run: Run, options: tuple[str, ...], says: tuple[str, ...]) -> None:
     fails(run("collect", "--device-plan", "--dry-run", "--device", CARD, *options), *says)
-
-
-def test_public_measurements_that_are_not_there_are_one_line(run: Run) -> None:
-    fails(run("evaluate", "--evidence", "missing-folder"), "missing-folder", "--evidence")
-    Path("empty").mkdir()
-    fails(run("evaluate", "--evidence", "empty"), "empty", "no .csv")
-    fails(run("evaluate", "--evidence", "empty", "--transfer"), "one of", "--transfer")
-    fails(run("evaluate", "--transfer", "--device", CARD), "no timings of")

@@ -33,7 +33,7 @@ from synth.timings.measurements import Timings, times_by_bucket
 _CONFIDENCE = 1.645
 #: An analytical choice is written where it is predicted to be faster than the fallback by this share. Carried over from
 #: one quantization of the H200 to another, choices foreseen to gain as much over a fixed tactic were faster than it in
-#: all of 1,789 buckets (TMA kernels) and in 99.2 % of 967 (multistage): ``synth evaluate --transfer``.
+#: all of 1,789 buckets (TMA kernels) and in 99.2 % of 967 (multistage): ``benchmarks/transfer.py``.
 SURE_GAIN = 0.10
 #: Measured times that stand behind a measured choice differ by this much between repeats (logarithm).
 _REPEAT_SD = 0.01

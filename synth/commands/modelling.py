@@ -19,9 +19,9 @@ from synth.errors import SynthError
 def fit(device: str | None, quant: str | None, own_measurements: Path | None, own_models: Path | None) -> None:
     """Fit every device and quantization in the measurements into a model, and print its held-out regret."""
     from synth.catalog.paths import user_folder
-    from synth.choosing.learning import workers
     from synth.performance.fitting import fit as fit_one
     from synth.performance.fitting import save
+    from synth.performance.held_out import workers
     from synth.reporting.console import progress, regrets
 
     folder = own_models or user_folder("models")
@@ -63,28 +63,6 @@ def fit(device: str | None, quant: str | None, own_measurements: Path | None, ow
     type=click.Path(path_type=Path),
     help="Score the fitted models on this table (csv or csv.gz) of shapes that they have never seen.",
 )
-@click.option(
-    "--evidence",
-    type=click.Path(path_type=Path),
-    help="Judge the analytical models by a folder of public measurements that they have not seen.",
-)
-@click.option("--transfer", is_flag=True, help="What one quantization's model says of the other's kernels.")
-@click.option("--quick", is_flag=True, help="Without timings only: no sweeps are replayed.")
-@click.option(
-    "--seeds",
-    type=click.IntRange(1),
-    default=2,
-    show_default=True,
-    help="How often ways of choosing cells that have chance in them are tried.",
-)
-@click.option("--learning-curve", is_flag=True, help="Plot what timings are worth and how true probabilities are.")
-@click.option(
-    "--plots",
-    type=click.Path(path_type=Path),
-    default="synth-plots",
-    show_default=True,
-    help="Folder for the plots of --learning-curve.",
-)
 @flashinfer_option
 @json_option
 @folders
@@ -93,46 +71,27 @@ def evaluate(
     quant: str | None,
     by: str,
     against: Path | None,
-    evidence: Path | None,
-    transfer: bool,
-    quick: bool,
-    seeds: int,
-    learning_curve: bool,
-    plots: Path,
     flashinfer: str,
     as_json: bool,
     own_measurements: Path | None,
     own_models: Path | None,
 ) -> None:
-    """Measure on shapes held out: the regret of the choices, what timings are worth, how true the doubt is."""
+    """Measure the regret of the choices on shapes held out, beside simple ways to choose."""
     from synth.catalog.devices import get_device
     from synth.catalog.paths import readable
-    from synth.choosing.evaluating import against_table, held_out, plot, report
-    from synth.reporting.console import problems, progress, regrets, shape_regrets, study
+    from synth.performance.held_out import against_itself, against_table, report
+    from synth.reporting.console import problems, progress, regrets, shape_regrets
 
-    if (against is not None) + (evidence is not None) + transfer > 1:
-        raise SynthError("give one of --against, --evidence and --transfer")
-    if evidence is not None or transfer:
-        _evaluate_analytical(evidence, device, flashinfer, as_json, own_measurements)
-        return
-    if learning_curve and (quick or against is not None):
-        raise SynthError("--learning-curve needs the sweeps replayed; leave out --quick and --against")
-    if learning_curve:
-        from synth.choosing.plotting import check
-
-        check()
     results = []
     if against is not None:
         found: list[object] = []
-        results = against_table(
-            against, get_device(device), quant, flashinfer, readable("models", own_models), problems=found
-        )
+        folders = readable("models", own_models)
+        results = against_table(against, get_device(device), quant, flashinfer, folders, found)
         problems(found)
     else:
         for timings in load_timings(own_measurements, get_device(device).name, quant, flashinfer):
             with progress(f"evaluating {timings.origin.quant}") as step:
-                results.append(held_out(timings, by, step, quick=quick, seeds=seeds))
-    files = plot(results, plots) if learning_curve else []
+                results.append(against_itself(timings, by, step))
     if as_json:
         click.echo(json.dumps(report(results), indent=1))
         return
@@ -141,41 +100,3 @@ def evaluate(
         shape_regrets(f"{result.title}: the model, by shape", result.evaluations[0])
         for label in result.refused:
             click.echo(f"refused: {label} is in the model's training data, so it isn't scored as unseen")
-        if result.study is not None:
-            study(result.title, result.study)
-        elif not quick and against is None:
-            click.echo(f"{result.title}: no shape was swept, so there is nothing to replay")
-    for file in files:
-        click.echo(f"-> {file}")
-
-
-def _evaluate_analytical(
-    evidence: Path | None, device: str, flashinfer: str, as_json: bool, own_measurements: Path | None
-) -> None:
-    """Print how good analytical models are: by public measurements, or carried over between quantizations."""
-    import dataclasses
-
-    from synth.catalog.devices import get_device
-    from synth.reporting.console import evidence_tables, progress, transfer_tables
-
-    if evidence is not None:
-        from synth.choosing.evidence import evaluate as judge
-
-        with progress("fitting halves") as report:
-            found = judge(evidence, report)
-        if as_json:
-            click.echo(json.dumps(dataclasses.asdict(found), indent=1))
-        else:
-            evidence_tables(found)
-        return
-    from synth.choosing.transferring import transfers
-
-    tables = load_timings(own_measurements, get_device(device).name, None, flashinfer)
-    if len(tables) < 2:
-        raise SynthError(f"--transfer needs timings of two quantizations, and {device} has those of {len(tables)}")
-    with progress("carrying over") as report:
-        scores = transfers(tables, report)
-    if as_json:
-        click.echo(json.dumps([dataclasses.asdict(s) for s in scores], indent=1))
-    else:
-        transfer_tables(scores)

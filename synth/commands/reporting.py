@@ -40,8 +40,8 @@ def report(
     """
     from synth.catalog.files import write_atomically
     from synth.catalog.paths import readable
-    from synth.choosing.learning import workers
     from synth.errors import SynthError
+    from synth.performance.held_out import workers
     from synth.reporting import report as make
     from synth.reporting.console import problems, progress
 

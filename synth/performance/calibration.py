@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -69,6 +70,23 @@ def _names(margin: float) -> tuple[str, str]:
 def interval_factor(error: Floats) -> float:
     """Return the factor for standard deviations that makes 1.645 of them cover 90 % of the errors."""
     return float(np.quantile(np.abs(error), INTERVAL)) / INTERVAL_SD
+
+
+def covered(error: Floats, family: NDArray[np.str_]) -> float:
+    """Return the share of errors inside 90 % intervals when each family's factor comes from the others.
+
+    Parameters
+    ----------
+    error : ndarray of float64, shape (errors,)
+        In stated standard deviations.
+    family : ndarray of str, shape (errors,)
+    """
+    return float((cross_fitted(partial(_scaled, np.abs(error)), family) <= INTERVAL_SD).mean())
+
+
+def _scaled(error: Floats, rows: NDArray[np.bool_]) -> Callable[[NDArray[np.bool_]], Floats]:
+    factor = interval_factor(error[rows])
+    return lambda mine: error[mine] / factor
 
 
 def correction(probability: Floats, hit: NDArray[np.bool_]) -> tuple[float, float]:
@@ -152,3 +170,23 @@ class Reliability:
             "calibration_error": self.error,
             "bins": [{"stated": s, "happened": h, "count": n} for s, h, n in bins],
         }
+
+
+def reliability(stated: Floats, hit: NDArray[np.bool_], family: NDArray[np.str_]) -> tuple[Reliability, Reliability]:
+    """Compare stated probabilities with what happened: as stated, and each family's corrected by the others.
+
+    Parameters
+    ----------
+    stated : ndarray of float64, shape (choices,)
+    hit : ndarray of bool, shape (choices,)
+    family : ndarray of str, shape (choices,)
+    """
+    by_others = cross_fitted(partial(_corrected_by, stated, hit), family)
+    return Reliability.of(stated, hit), Reliability.of(by_others, hit)
+
+
+def _corrected_by(
+    stated: Floats, hit: NDArray[np.bool_], rows: NDArray[np.bool_]
+) -> Callable[[NDArray[np.bool_]], Floats]:
+    learnt = correction(stated[rows], hit[rows])
+    return lambda mine: corrected(stated[mine], learnt)

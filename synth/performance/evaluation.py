@@ -5,30 +5,27 @@ Regret is the time of the chosen tactic over the time of the best, one value for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from concurrent.futures import Executor, ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from synth.catalog.schemes import STAGES
 from synth.catalog.shapes import family_of
 from synth.errors import SynthError
+from synth.performance.calibration import covered, interval_factor
 from synth.performance.geometry import Floats, Ints, least_by
-from synth.performance.model import Cells, PerformanceModel, Prediction
 from synth.performance.ties import pick, tie_order
-from synth.timings.measurements import Timings, times_by_bucket
+from synth.timings.measurements import Timings
 
-T = TypeVar("T")
-
-#: Fits that run at once.
-_THREADS = 2
-#: Trees for times, in the shipped models and while something is held out alike: fewer of them disagree more, and what
-#: is learnt about their disagreement holds for no other number.
-TIME_TREES = 8
-#: The central share of a normal distribution within 1.645 standard deviations.
-INTERVAL = 0.90
-_INTERVAL_SD = 1.6449
+#: Buckets whose relative times are averaged as those of as many tokens per expert.
+_NEIGHBOURS = 8
+#: More than a batch has tokens.
+_TOKENS = 2**31
+#: Logarithm of the relative time of a tactic that was not timed.
+_UNKNOWN = 3.0
 
 
 @dataclass(frozen=True)
@@ -57,9 +54,7 @@ class Regret:
 
     def as_dict(self) -> dict[str, float]:
         """Return the summary as plain values."""
-        return {
-            "geomean": self.geomean, "p95": self.p95, "p99": self.p99, "max": self.max, "count": self.count,
-        }  # fmt: skip
+        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -100,6 +95,10 @@ class Evaluation:
             self.labels[i]: Regret.of(self.regrets[self.keys[:, 0] == i]) for i in np.unique(self.keys[:, 0]).tolist()
         }
 
+    def families(self) -> NDArray[np.str_]:
+        """Model family of each choice, shape (buckets,)."""
+        return np.array([family_of(self.labels[i]) for i in self.keys[:, 0].tolist()])
+
     def second_pass(self) -> Regret | None:
         """Summary of the buckets that a later pass timed, judged by that pass; None where there is none."""
         judged = self.second[~np.isnan(self.second)]
@@ -129,9 +128,12 @@ class Judge:
             raise SynthError("no timings to judge by")
         self.keys, self.bucket = self.timings.buckets()
         self.best = least_by(self.bucket, self.timings.ms, len(self.keys))
-        self._second = times_by_bucket(timings.averaged(_later_passes(timings)))
         self._order = tie_order(self.timings.table)[self.timings.tactic]
-        self._row: dict[tuple[int, int, int, int], int] | None = None
+        later = timings.averaged(np.unique(timings.pass_)[1:].tolist())
+        row = self.rows_of(later.shape, later.stage, later.tokens, later.tactic)
+        self._later = np.full(len(self.timings), np.nan)
+        self._later[row] = later.ms
+        self._best_later = least_by(self.bucket[row], later.ms, len(self.keys))
 
     def rows(self, score: Floats) -> Ints:
         """Return the row chosen in each bucket by the least `score`, shape (rows,), with ties broken as ever."""
@@ -143,23 +145,22 @@ class Judge:
 
     def evaluate_rows(self, name: str, chosen: Ints) -> Evaluation:
         """Judge a choice of rows of `timings`, shape (n,), at most one of each bucket."""
-        t, bucket = self.timings, self.bucket[chosen]
-        keys = self.keys[bucket]
-        second = np.full(len(chosen), np.nan)
-        for i, (key, tactic) in enumerate(zip(map(tuple, keys.tolist()), t.tactic[chosen].tolist(), strict=True)):
-            times = self._second.get(key, {})
-            if tactic in times:
-                second[i] = times[tactic] / min(times.values())
-        return Evaluation(name, keys, t.ms[chosen] / self.best[bucket], second, t.labels)
+        bucket = self.bucket[chosen]
+        regrets = self.timings.ms[chosen] / self.best[bucket]
+        second = self._later[chosen] / self._best_later[bucket]
+        return Evaluation(name, self.keys[bucket], regrets, second, self.timings.labels)
 
     def rows_of(self, shape: Ints, stage: Ints, tokens: Ints, tactic: Ints) -> Ints:
         """Return the row of each cell, -1 for what was not timed; all arrays have shape (cells,)."""
-        if self._row is None:
-            t = self.timings
-            columns = (c.tolist() for c in (t.shape, t.stage, t.tokens, t.tactic))
-            self._row = {cell: row for row, cell in enumerate(zip(*columns, strict=True))}
-        wanted = zip(shape.tolist(), stage.tolist(), tokens.tolist(), tactic.tolist(), strict=True)
-        return np.array([self._row.get(cell, -1) for cell in wanted], dtype=np.int64)
+        t = self.timings
+        known, wanted = self._packed(t.shape, t.stage, t.tokens, t.tactic), self._packed(shape, stage, tokens, tactic)
+        row = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
+        return np.asarray(np.where(known[row] == wanted, row, -1))
+
+    def _packed(self, shape: Ints, stage: Ints, tokens: Ints, tactic: Ints) -> Ints:
+        """Return a number for each cell, as they are sorted; tactic -1 is one that nothing has."""
+        layer = shape.astype(np.int64) * 2 + stage
+        return np.asarray((layer * _TOKENS + tokens) * (len(self.timings.table) + 1) + tactic + 1)
 
 
 def held_out_groups(timings: Timings, by: str) -> list[Ints]:
@@ -177,89 +178,6 @@ def held_out_groups(timings: Timings, by: str) -> list[Ints]:
     if len(groups) < 2:
         raise SynthError(f"only one {by} was timed: nothing is left to fit when it is held out")
     return [np.array(members) for _, members in sorted(groups.items())]
-
-
-def held_out_model(start: PerformanceModel | None = None) -> PerformanceModel:
-    """Return the model that is fitted when something is held out: the shipped one, in one of two threads.
-
-    Parameters
-    ----------
-    start : PerformanceModel, optional
-        See :class:`PerformanceModel`.
-    """
-    return PerformanceModel(time_trees=TIME_TREES, jobs=1, start=start)
-
-
-def hold_out(
-    timings: Timings,
-    groups: list[Ints],
-    use: Callable[[PerformanceModel, Ints], T],
-    make: Callable[[], PerformanceModel] = held_out_model,
-    progress: Callable[[int, int], None] | None = None,
-    pool: Executor | None = None,
-) -> list[T]:
-    """Fit a model without each group of shapes, and use it on that group.
-
-    Parameters
-    ----------
-    groups : list of ndarray of int64
-        See :func:`held_out_groups`.
-    use : callable
-        Called with the model and the group; what it returns is returned, by group.
-    make : callable
-        Returns a model to fit.
-    progress : callable, optional
-        Called with the groups done and the groups in all.
-    pool : Executor, optional
-        Where the fits run; two threads if not given. For one of processes the callables must be picklable.
-    """
-    if pool is None:
-        with ThreadPoolExecutor(_THREADS) as threads:
-            return hold_out(timings, groups, use, make, progress, threads)
-    futures = [pool.submit(_fit_and_use, timings, group, use, make) for group in groups]
-    for done, future in enumerate(as_completed(futures), start=1):
-        future.result()
-        if progress is not None:
-            progress(done, len(groups))
-    return [future.result() for future in futures]
-
-
-def _fit_and_use(
-    timings: Timings, group: Ints, use: Callable[[PerformanceModel, Ints], T], make: Callable[[], PerformanceModel]
-) -> T:
-    return use(make().fit(timings.select(~np.isin(timings.shape, group))), group)
-
-
-def cross_validate(
-    timings: Timings,
-    by: str = "family",
-    make: Callable[[], PerformanceModel] = held_out_model,
-    progress: Callable[[int, int], None] | None = None,
-) -> tuple[Judge, Floats, Floats]:
-    """Predict every timed cell by a model fitted without its group; see :func:`held_out_groups`.
-
-    Returns
-    -------
-    judge : Judge
-    ms, log_sd : ndarray of float64, shape (rows of ``judge.timings``,)
-    """
-    judge = Judge(timings)
-    cells = Cells.of(judge.timings)
-    groups = held_out_groups(timings, by)
-
-    def predict(model: PerformanceModel, group: Ints) -> Prediction:
-        return model.predict(cells.select(np.isin(cells.shape, group)))
-
-    return judge, *assembled(cells, groups, hold_out(timings, groups, predict, make, progress))
-
-
-def assembled(cells: Cells, groups: list[Ints], predictions: list[Prediction]) -> tuple[Floats, Floats]:
-    """Put predictions of groups of shapes together: ms and log_sd, shape (cells,)."""
-    ms, log_sd = np.empty(len(cells)), np.empty(len(cells))
-    for group, found in zip(groups, predictions, strict=True):
-        out = np.isin(cells.shape, group)
-        ms[out], log_sd[out] = found.ms, found.log_sd
-    return ms, log_sd
 
 
 @dataclass(frozen=True)
@@ -288,14 +206,9 @@ def calibrate(judge: Judge, ms: Floats, log_sd: Floats) -> Calibration:
     """
     near = judge.timings.ms <= 1.2 * judge.best[judge.bucket]
     error = np.abs(np.log(ms[near] / judge.timings.ms[near]))
-    ratio = error / (_INTERVAL_SD * log_sd[near])
-    names = [family_of(label) for label in judge.timings.labels]
-    family = np.array([names[i] for i in judge.timings.shape[near].tolist()])
-    inside = np.empty(len(ratio), dtype=bool)
-    for name in np.unique(family).tolist():
-        out = family == name
-        inside[out] = ratio[out] <= np.quantile(ratio[~out] if (~out).any() else ratio, INTERVAL)
-    return Calibration(float(np.quantile(ratio, INTERVAL)), float(inside.mean()), float(np.expm1(np.median(error))))
+    family = np.array([family_of(label) for label in judge.timings.labels])[judge.timings.shape[near]]
+    off = error / log_sd[near]
+    return Calibration(interval_factor(off), covered(off, family), float(np.expm1(np.median(error))))
 
 
 def baselines(judge: Judge, by: str = "family") -> Iterable[Evaluation]:
@@ -304,69 +217,43 @@ def baselines(judge: Judge, by: str = "family") -> Iterable[Evaluation]:
     FlashInfer's fallback; the best single tactic of each stage; the choice of the nearest shape at the same token
     count; and the best tactic at the nearest number of tokens per expert over the other shapes.
     """
-    t = judge.timings
-    fallback = np.array([t.table.fallback_id(stage) for stage in (1, 2)])[t.stage - 1]
+    t, (shape, stage, tokens) = judge.timings, judge.keys.T
+    fallback = np.array([t.table.fallback_id(stage) for stage in STAGES])[t.stage - 1]
     yield judge.evaluate("fallback", np.where(t.tactic == fallback, 1.0, 2.0))
-    relative = np.log(t.ms / judge.best[judge.bucket])
-    scores = {name: np.empty(len(t)) for name in ("best single tactic", "nearest shape", "tokens per expert")}
+    lost = np.log(t.ms / judge.best[judge.bucket])
+    # One row a bucket and one column a tactic, as all that follows.
+    relative = np.full((len(judge.keys), len(t.table)), _UNKNOWN)
+    relative[judge.bucket, t.tactic] = lost
+    size, load = _sizes(judge)
+    scores = {name: np.empty_like(relative) for name in ("best single tactic", "nearest shape", "tokens per expert")}
     for group in held_out_groups(t, by):
-        out = np.isin(t.shape, group)
-        mean = _mean_by(t.tactic[~out], relative[~out], len(t.table))
-        scores["best single tactic"][out] = np.exp(mean[t.tactic[out]])
-        table = _RelativeTimes(judge, relative, group)
-        for b in np.unique(judge.bucket[out]).tolist():
-            rows = np.flatnonzero(judge.bucket == b)
-            scores["nearest shape"][rows] = np.exp(table.of_nearest_shape(b)[t.tactic[rows]])
-            scores["tokens per expert"][rows] = np.exp(table.at_tokens_per_expert(b)[t.tactic[rows]])
+        others = ~np.isin(shape, group)
+        scores["best single tactic"][~others] = _mean_by(t.tactic, lost, others[judge.bucket], len(t.table))
+        for b in np.flatnonzero(~others).tolist():
+            usable = others & (stage == stage[b])
+            same = usable & (tokens == tokens[b])
+            apart = np.abs(size - size[b]).sum(axis=1)
+            scores["nearest shape"][b] = _nearest(relative, apart, same if same.any() else usable, 1)
+            scores["tokens per expert"][b] = _nearest(relative, np.abs(load - load[b]), usable, _NEIGHBOURS)
     for name, score in scores.items():
-        yield judge.evaluate(name, score)
+        yield judge.evaluate(name, np.exp(score[judge.bucket, t.tactic]))
 
 
-class _RelativeTimes:
-    """Log relative times of the buckets that are not held out, one row a bucket and one column a tactic."""
-
-    #: Buckets whose relative times are averaged.
-    _NEIGHBOURS = 8
-    #: Relative time of a tactic that was not timed.
-    _UNKNOWN = 3.0
-
-    def __init__(self, judge: Judge, relative: Floats, held_out: Ints) -> None:
-        t = judge.timings
-        self._times = np.full((len(judge.keys), len(t.table)), self._UNKNOWN)
-        self._times[judge.bucket, t.tactic] = relative
-        shape, self._stage, self._tokens = judge.keys.T
-        self._train = ~np.isin(shape, held_out)
-        self._size = np.array(
-            [
-                [*np.log(s.gemm_nk(stage)), np.log(s.experts * s.ep_size), np.log(s.top_k), np.log(s.experts)]
-                for s, stage in ((t.shapes[i], stage) for i, stage, _ in judge.keys.tolist())
-            ]
-        )
-        probability = np.array([t.shapes[i].expert_probability for i in shape.tolist()])
-        self._load = np.log(self._tokens * probability)
-
-    def of_nearest_shape(self, bucket: int) -> Floats:
-        return self._nearest(bucket, np.abs(self._size - self._size[bucket]).sum(axis=1), 1, same_tokens=True)
-
-    def at_tokens_per_expert(self, bucket: int) -> Floats:
-        return self._nearest(bucket, np.abs(self._load - self._load[bucket]), self._NEIGHBOURS, same_tokens=False)
-
-    def _nearest(self, bucket: int, distance: Floats, count: int, *, same_tokens: bool) -> Floats:
-        usable = self._train & (self._stage == self._stage[bucket])
-        if same_tokens and (usable & (self._tokens == self._tokens[bucket])).any():
-            usable = usable & (self._tokens == self._tokens[bucket])
-        rows = np.flatnonzero(usable)
-        near = rows[np.argsort(distance[rows], kind="stable")[:count]]
-        return np.asarray(self._times[near].mean(axis=0))
+def _sizes(judge: Judge) -> tuple[Floats, Floats]:
+    """Return what tells the layers of buckets apart, shape (buckets, sizes), and their tokens per expert, as logs."""
+    layers = [(judge.timings.shapes[i], stage) for i, stage, _ in judge.keys.tolist()]
+    size = [[*s.gemm_nk(stage), s.experts * s.ep_size, s.top_k, s.experts] for s, stage in layers]
+    return np.log(size), np.log(judge.keys[:, 2] * np.array([s.expert_probability for s, _ in layers]))
 
 
-def _mean_by(group: Ints, values: Floats, groups: int) -> Floats:
-    count = np.bincount(group, minlength=groups)
-    total = np.bincount(group, weights=values, minlength=groups)
+def _nearest(relative: Floats, distance: Floats, usable: NDArray[np.bool_], count: int) -> Floats:
+    """Return the mean of the rows that are usable and nearest."""
+    rows = np.flatnonzero(usable)
+    return np.asarray(relative[rows[np.argsort(distance[rows], kind="stable")[:count]]].mean(axis=0))
+
+
+def _mean_by(group: Ints, values: Floats, wanted: NDArray[np.bool_], groups: int) -> Floats:
+    """Return the mean of each group over the rows that are wanted; infinite where it has none."""
+    count = np.bincount(group[wanted], minlength=groups)
+    total = np.bincount(group[wanted], weights=values[wanted], minlength=groups)
     return np.asarray(np.where(count > 0, total / np.maximum(count, 1), np.inf))
-
-
-def _later_passes(timings: Timings) -> list[int]:
-    """Return the passes after each table's first."""
-    numbers: list[int] = np.unique(timings.pass_).tolist()
-    return numbers[1:]

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from synth.catalog.paths import model_file
-from synth.choosing.learning import HeldOut, hold_out_and_replay
 from synth.errors import SynthError
 from synth.performance.analytical import start_of
 from synth.performance.calibration import learn
-from synth.performance.evaluation import TIME_TREES, Calibration, Evaluation, baselines, calibrate, held_out_model
+from synth.performance.evaluation import Calibration, Evaluation, calibrate
+from synth.performance.held_out import TIME_TREES, HeldOut, hold_out
 from synth.performance.model import PerformanceModel
 from synth.performance.posterior import NEAR
 from synth.timings.measurements import Timings
@@ -36,27 +35,6 @@ class Fitted:
     calibration: Calibration | None
 
 
-def hold_out(
-    timings: Timings, progress: Callable[[int, int], None] | None = None, pool: Executor | None = None
-) -> HeldOut:
-    """Predict each model family by a model that has seen none of it; parameters are those of :func:`fit`.
-
-    Raises
-    ------
-    SynthError
-        When only one family was timed.
-    """
-    return hold_out_and_replay(
-        timings,
-        "family",
-        make=partial(held_out_model, start_of(timings.origin)),
-        ways=("active",),
-        shares=(0.0,),
-        progress=progress,
-        pool=pool,
-    )
-
-
 def fit(timings: Timings, progress: Callable[[int, int], None] | None = None, pool: Executor | None = None) -> Fitted:
     """Fit one table, measure the regret with each model family held out, and calibrate the uncertainty.
 
@@ -68,7 +46,7 @@ def fit(timings: Timings, progress: Callable[[int, int], None] | None = None, po
     progress : callable, optional
         Called with the fits done and the fits in all.
     pool : Executor, optional
-        Where families are held out, see :func:`synth.choosing.learning.workers`; two threads if not given.
+        Where families are held out, see :func:`synth.performance.held_out.workers`; two threads if not given.
     """
     model = PerformanceModel(time_trees=TIME_TREES, start=start_of(timings.origin)).fit(timings)
     try:
@@ -76,15 +54,15 @@ def fit(timings: Timings, progress: Callable[[int, int], None] | None = None, po
     except SynthError:
         return Fitted(model, (), None)  # a single family: there is nothing to hold out
     calibration = calibrate(held_out.judge, held_out.ms, held_out.log_sd)
-    own = held_out.judge.evaluate("model", held_out.ms)
+    evaluations = held_out.evaluations()
     model.spread_ = float(f"{calibration.spread:.4g}")
     model.calibration_ = _calibrated(held_out)
     model.held_out_ = {
         "by": "family",
-        "regret": {k: float(f"{v:.6g}") for k, v in own.all.as_dict().items()},
+        "regret": {k: float(f"{v:.6g}") for k, v in evaluations[0].all.as_dict().items()},
         "coverage_90": float(f"{calibration.coverage:.4g}"),
     }
-    return Fitted(model, (own, *baselines(held_out.judge)), calibration)
+    return Fitted(model, evaluations, calibration)
 
 
 def _calibrated(held_out: HeldOut) -> dict[str, float]:
@@ -92,10 +70,9 @@ def _calibrated(held_out: HeldOut) -> dict[str, float]:
 
     It holds after some timings just as well: the error of calibrated probabilities is then no larger.
     """
-    if not held_out.points:
+    if held_out.stated is None:
         return {}
-    point = held_out.at(0.0)
-    return learn(point.within, point.evaluation.regrets, NEAR)
+    return learn(held_out.stated.within, held_out.stated.evaluation.regrets, NEAR)
 
 
 def save(model: PerformanceModel, folder: Path) -> Path:

@@ -16,11 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from synth.choosing.evaluating import Study
-    from synth.choosing.evidence import Evidence
-    from synth.choosing.learning import Point
     from synth.choosing.plan import Layer, PlanSummary
-    from synth.choosing.transferring import TransferScore
     from synth.collecting import CollectSummary
     from synth.collecting.verifying import Standing, Verification
     from synth.performance.evaluation import Evaluation, Regret
@@ -59,89 +55,6 @@ def shape_regrets(title: str, evaluation: Evaluation) -> None:
     """Print a table of regrets, a row a shape, worst first."""
     shapes = sorted(evaluation.shapes().items(), key=lambda item: -item[1].geomean)
     table(title, ["shape", "geomean", "p95", "p99", "max"], [[label, *_summary(r)] for label, r in shapes])
-
-
-def study(title: str, found: Study) -> None:
-    """Print what timings are worth, how true the stated uncertainty is, and where the regret is."""
-    for name, points in found.known.items():
-        _curve(f"{title}: timings of an unseen shape (mean of a shape), judged over {name}", points, each=True)
-    for name, points in found.new.items():
-        _curve(f"{title}: timings of a new device, over {name} together", points)
-    table(
-        f"{title}: what is stated of unseen shapes, beside what was found",
-        ["share timed", "in 90 % intervals", "corrected", "expected regret", "actual"],
-        [
-            [f"{c.share:.1%}", f"{c.stated:.1%}", f"{c.corrected:.1%}", f"{c.expected:.2%}", f"{c.actual:.2%}"]
-            for c in found.coverage
-        ],
-    )
-    click.echo(f"90 % intervals of predicted times, corrected by the other families: {found.calibration.coverage:.1%}")
-    for margin, (stated, corrected) in found.reliability.items():
-        for name, one in (("as stated", stated), ("corrected by the other families", corrected)):
-            click.echo(
-                f"{title}: probability of being within {margin:.0%} of the best, {name}: "
-                f"Brier score {one.brier:.4f}, calibration error {one.error:.3f}"
-            )
-            bins = zip(one.stated, one.happened, one.count, strict=True)
-            table("", ["stated", "happened", "choices"], [[f"{s:.1%}", f"{h:.1%}", n] for s, h, n in bins])
-    table(
-        f"{title}: where the regret is (kinds overlap)",
-        ["kind", "choices", "of all", "of the regret", "regret", "1 % timed", "5 % timed", "what would mend it"],
-        [
-            [k.name, k.count, f"{k.share:.0%}", f"{k.of_regret:.0%}", *(f"{g:.4f}" for g in k.geomeans), k.fix()]
-            for k in found.kinds
-        ],
-    )
-    table(
-        f"{title}: the worst choices without timings",
-        ["shape", "stage", "bucket", "regret", "5 % timed", "chosen", "best"],
-        [[w.label, w.stage, w.bucket, f"{w.regret:.3f}", f"{w.later:.3f}", w.chosen, w.best] for w in found.worst],
-    )
-    if found.stability is not None:
-        s = found.stability
-        click.echo(
-            f"{title}: choices from two independent passes, {s.count} of each: {s.equal:.1%} equal, "
-            f"{s.as_good:.1%} equal or within 0.5 %"
-        )
-
-
-def _curve(title: str, points: Iterable[Point], *, each: bool = False) -> None:
-    """Print a table of regrets, a row a share of the sweep and a way to choose it; means over seeds.
-
-    Timings and seconds are those of all shapes together, or of `each` on average.
-    """
-    groups: dict[tuple[float, str], list[Point]] = {}
-    for p in points:
-        groups.setdefault((p.mark, p.way), []).append(p)
-    rows = []
-    for (_, way), seeds in sorted(groups.items(), key=lambda item: item[0][0]):
-        count = len(seeds[0].evaluation.shapes()) if each else 1
-        regret = [p.evaluation.all for p in seeds]
-        second = [s.geomean for p in seeds if (s := p.evaluation.second_pass())]
-        overall = [r.geomean for r in regret]
-        rows.append(
-            [
-                f"{_mean(p.timings / p.sweep for p in seeds):.2%}",
-                round(_mean(p.timings / count for p in seeds)),
-                f"{_mean(p.seconds / count for p in seeds):.1f}",
-                f"{_mean(p.seconds / p.sweep_seconds for p in seeds):.2%}",
-                way if seeds[0].timings else "any",
-                f"{_mean(overall):.4f}",
-                f"{min(overall):.4f}–{max(overall):.4f}" if len(seeds) > 1 else "",
-                *(f"{_mean(p.evaluation.stage(s).geomean for p in seeds):.4f}" for s in (1, 2)),
-                f"{_mean(r.p95 for r in regret):.3f}",
-                f"{_mean(r.p99 for r in regret):.3f}",
-                f"{max(r.max for r in regret):.3f}",
-                f"{_mean(second):.4f}" if second else "",
-            ]
-        )
-    columns = ["timed", "timings", "GPU s", "of s", "cells", "geomean", "seeds", "gemm1", "gemm2"]
-    table(title, [*columns, "p95", "p99", "max", "2nd pass"], rows)
-
-
-def _mean(values: Iterable[float]) -> float:
-    every = list(values)
-    return sum(every) / len(every)
 
 
 def plan_summary(plan: PlanSummary) -> None:
@@ -265,77 +178,3 @@ def _is_number(text: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def evidence_tables(found: Evidence) -> None:
-    """Print what public measurements say of the analytical models."""
-    table(
-        "Whole layers, constants fitted on half of the models, judged on the other half",
-        ["device", "quant", "engine", "tactics", "models", "median error", "by half", "90 % within", "unfitted"],
-        [
-            [
-                x.device, x.quant, x.engine, "fastest" if x.tuned else "fallback", x.models, f"{x.error:.1%}",
-                f"{x.least:.1%} to {x.most:.1%}", f"{x.p90:.1%}", f"{x.unfitted:.1%}",
-            ]
-            for x in found.layers
-        ],
-    )  # fmt: skip
-    table(
-        "Fallback over fastest, the same halves",
-        ["device", "quant", "layers", "measured", "predicted", "rank correlation", "sure of", "of those faster"],
-        [
-            [
-                x.device, x.quant, x.layers, f"{x.measured:.3f}", f"{x.predicted:.3f}", f"{x.correlation:.2f}", x.sure,
-                f"{x.sure_right:.1%}",
-            ]
-            for x in found.gains
-        ],
-    )  # fmt: skip
-    table(
-        "Published sweeps of one stage's tactics",
-        ["device", "stage", "tokens", "tactics", "rank correlation", "our choice", "fallback"],
-        [
-            [
-                x.device,
-                x.stage,
-                x.tokens,
-                x.tactics,
-                f"{x.rank_correlation:.2f}",
-                f"{x.regret:.3f}",
-                f"{x.fallback:.3f}",
-            ]
-            for x in found.sweeps
-        ],
-    )
-    table(
-        "Published lines, us",
-        ["device", "stage", "tokens", "published", "predicted", "median difference"],
-        [
-            [
-                x.line.device, x.line.stage, x.line.tokens,
-                f"{1e3 * x.line.intercept:.1f} + {1e3 * x.line.slope:.3f} D",
-                f"{1e3 * x.intercept:.1f} + {1e3 * x.slope:.3f} D", f"{x.error:.1%}",
-            ]
-            for x in found.lines
-        ],
-    )  # fmt: skip
-    table(
-        "Constants from public layers alone, judged by timings",
-        ["device", "quant", "choices", "regret", "p95"],
-        [[x.device, x.quant, x.choices, f"{x.regret:.4f}", f"{x.p95:.3f}"] for x in found.blind],
-    )
-
-
-def transfer_tables(scores: Sequence[TransferScore]) -> None:
-    """Print what one quantization's model says of another's kernels."""
-    table(
-        "Choices by another quantization's model, each model family unseen",
-        ["from", "to", "tactics", "carried over", "choices", "regret", "gemm1", "gemm2", "p95", "sure of", "came true"],
-        [
-            [
-                s.source, s.target, s.kind, s.carried, s.choices, f"{s.regret:.4f}", f"{s.gemm1:.4f}",
-                f"{s.gemm2:.4f}", f"{s.p95:.3f}", s.foreseen, f"{s.came_true:.1%}",
-            ]
-            for s in scores
-        ],
-    )  # fmt: skip

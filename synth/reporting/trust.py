@@ -8,18 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import numpy as np
 
-from synth.catalog.shapes import family_of
-from synth.performance.calibration import Reliability, corrected, correction, cross_fitted
-from synth.performance.evaluation import Calibration, Evaluation, baselines, calibrate
-from synth.performance.geometry import Floats
+from synth.performance.calibration import Reliability
+from synth.performance.evaluation import Calibration, Evaluation, calibrate
 from synth.performance.model import PerformanceModel
-from synth.performance.posterior import NEAR
 from synth.reporting.facts import Facts
 from synth.reporting.markup import foreign
 from synth.timings.measurements import Timings, digest
@@ -163,19 +159,12 @@ def compute(
     SynthError
         When only one family was timed.
     """
-    from synth.performance.fitting import hold_out
+    from synth.performance.held_out import hold_out
 
     found = hold_out(timings, progress, pool)
     judge = found.judge
-    own = judge.evaluate("model", found.ms)
-    reliability = {}
-    if found.points:
-        point = found.at(0.0)
-        family = np.array([family_of(point.evaluation.labels[i]) for i in point.evaluation.keys[:, 0].tolist()])
-        for i, margin in enumerate(NEAR):
-            stated, hit = point.within[:, i], point.evaluation.regrets <= 1.0 + margin
-            others = cross_fitted(partial(_by_others, stated, hit), family)
-            reliability[margin] = Reliability.of(stated, hit), Reliability.of(others, hit)
+    evaluations = found.evaluations()
+    own = evaluations[0]
     chosen = judge.rows(found.ms)
     best = judge.rows(judge.timings.ms)
     table = judge.timings.table
@@ -185,17 +174,12 @@ def compute(
         tactics = (str(table.tactic(int(judge.timings.tactic[rows[i]]))) for rows in (chosen, best))
         worst.append(WorstChoice(foreign(own.labels[shape], 60), stage, bucket, float(own.regrets[i]), *tactics))
     return Computed(
-        (own, *baselines(judge)),
+        evaluations,
         calibrate(judge, found.ms, found.log_sd),
-        reliability,
+        found.reliability(),
         tuple(worst),
         model is not None and model.named and model.digest == digest(timings),
     )
-
-
-def _by_others(stated: Floats, hit: Any, rows: Any) -> Callable[[Any], Floats]:
-    learnt = correction(stated[rows], hit[rows])
-    return lambda mine: corrected(stated[mine], learnt)
 
 
 def _is_number(value: object) -> TypeGuard[float]:

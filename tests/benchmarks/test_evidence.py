@@ -11,28 +11,18 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+import evidence
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from evidence import PUBLISHED, Evidence, evaluate, main, score_blind, score_layers, score_line, score_sweep
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from studies import public
+from studies.public import LAYER_COLUMNS, fit_constants, read_folder
 
 from synth.catalog.devices import get_device
 from synth.catalog.shapes import MoEShape, load_models, padded_shape
-from synth.choosing import evidence
-from synth.choosing.evidence import (
-    LAYER_COLUMNS,
-    PUBLISHED,
-    Evidence,
-    evaluate,
-    fit_constants,
-    read_folder,
-    score_blind,
-    score_layers,
-    score_line,
-    score_sweep,
-)
-from synth.cli import main
 from synth.errors import SynthError
 from synth.flashinfer.tactics import load_table
 from synth.performance.analytical import analytical_model, structure, suspects
@@ -40,7 +30,6 @@ from synth.performance.layers import LayerModel, LayerTimes
 from synth.performance.model import Cells
 from synth.performance.roofline import NEUTRAL, Hardware, Roofline
 from synth.performance.routing import Routing
-from synth.reporting.console import evidence_tables
 from synth.timings.measurements import load
 
 ROOT = Path(__file__).parents[2]
@@ -296,7 +285,7 @@ def test_a_file_that_is_no_table_is_one_line(folder: Path, name: str, content: b
 
 
 def test_a_file_too_large_to_be_a_table_is_not_read_further(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evidence, "_MAX_BYTES", 1 << 20)
+    monkeypatch.setattr(public, "_MAX_BYTES", 1 << 20)
     (folder / "a.csv.gz").write_bytes(gzip.compress(as_csv([GOOD]).encode() * 20_000))
     assert "more than 1 MiB" in refusal(folder, "a.csv.gz")
 
@@ -305,7 +294,7 @@ def test_a_missing_or_empty_folder_is_one_line(tmp_path: Path) -> None:
     for path, says in ((tmp_path / "none", "no such folder"), (tmp_path, "no .csv")):
         with pytest.raises(SynthError, match=says) as e:
             read_folder(path)
-        assert "--evidence" in str(e.value) and "\n" not in str(e.value)
+        assert "public measurements" in str(e.value) and "\n" not in str(e.value)
 
 
 @pytest.mark.parametrize(
@@ -508,7 +497,7 @@ def test_constants_from_public_layers_choose_for_what_was_timed() -> None:
 def test_constants_are_fitted_to_a_draw_of_many_layers_and_the_same_seed_draws_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(evidence, "_FIT_LAYERS", 40)
+    monkeypatch.setattr(public, "_FIT_LAYERS", 40)
     times = public_layers(truth(start()))
     assert min(map(len, times)) > 40
     a, b, c = (fit_constants(times, Roofline(NEUTRAL), seed) for seed in (0, 0, 1))
@@ -535,7 +524,7 @@ def test_a_folder_is_judged_as_its_parts_are(judged: tuple[Path, Evidence]) -> N
 
 def test_what_is_judged_is_printed_whole(judged: tuple[Path, Evidence], capsys: pytest.CaptureFixture[str]) -> None:
     _, found = judged
-    evidence_tables(found)
+    evidence.tables(found)
     printed = capsys.readouterr().out
     for text in ("Whole layers", "TRTLLM", "VLLM", "fastest", "fallback", "rank correlation", "Published lines"):
         assert text in printed
@@ -546,9 +535,15 @@ def test_the_command_prints_json(judged: tuple[Path, Evidence], monkeypatch: pyt
     folder, found = judged
     once = found
     monkeypatch.setattr(evidence, "evaluate", lambda path, report: once if path == folder else None)
-    result = CliRunner().invoke(main, ["evaluate", "--evidence", str(folder), "--json"])
+    result = CliRunner().invoke(main, [str(folder), "--json"])
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
     assert set(report) == {"layers", "gains", "sweeps", "lines", "blind"}
     assert report["layers"][0]["error"] == found.layers[0].error
     assert math.isfinite(report["gains"][0]["predicted"])
+
+
+def test_a_folder_that_is_not_there_or_empty_is_one_line(tmp_path: Path) -> None:
+    for folder, says in ((tmp_path / "none", "no such folder"), (tmp_path, "no .csv")):
+        result = CliRunner().invoke(main, [str(folder)])
+        assert result.exit_code == 2 and result.stderr.count("\n") == 1 and says in result.stderr

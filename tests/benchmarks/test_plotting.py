@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from studies.plotting import check, learning_curves, reliability
+from studies.replaying import Point
 
-from synth.choosing.learning import Point
-from synth.choosing.plotting import check, learning_curves, reliability
 from synth.errors import MissingDependencyError, SynthError
 from synth.performance.calibration import Reliability
 from synth.performance.evaluation import Evaluation
@@ -44,10 +44,9 @@ POINTS = [
 STATED = Reliability.of(np.array([0.6, 0.95]), np.array([True, True]))
 
 
-@pytest.mark.parametrize("seconds", [False, True])
-def test_curves_are_written_as_svg_and_png(tmp_path: Path, seconds: bool) -> None:
+def test_curves_are_written_as_svg_and_png(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    files = learning_curves({"one": POINTS, "two": POINTS}, tmp_path / "new" / "curve", seconds=seconds)
+    files = learning_curves({"one": POINTS, "two": POINTS}, tmp_path / "new" / "curve")
     assert [f.name for f in files] == ["curve.svg", "curve.png"]
     assert b"<svg" in files[0].read_bytes() and files[1].read_bytes().startswith(b"\x89PNG")
 
@@ -69,5 +68,5 @@ def test_without_matplotlib_one_line_says_how_to_get_it(monkeypatch: pytest.Monk
     for name in [n for n in sys.modules if n.split(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(MissingDependencyError, match=r"pip install 'flashinfer-synth\[plot\]'"):
+    with pytest.raises(MissingDependencyError, match=r"pip install 'flashinfer-synth\[studies\]'"):
         check()

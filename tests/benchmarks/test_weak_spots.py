@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from weak_spots import Kind, by_kind, kinds
 
-from synth.choosing.weak_spots import Kind, by_kind, kinds
 from synth.performance.evaluation import Evaluation, Judge
 from synth.timings.measurements import Timings
 

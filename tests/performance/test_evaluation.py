@@ -18,9 +18,9 @@ from synth.performance.evaluation import (
     Regret,
     baselines,
     calibrate,
-    cross_validate,
     held_out_groups,
 )
+from synth.performance.held_out import HeldOut, hold_out
 from synth.performance.model import Cells, PerformanceModel, Prediction
 from synth.performance.ties import TIE
 from synth.timings.measurements import Origin, Row, ShapeTimings, Timings, combine
@@ -141,6 +141,15 @@ def test_nothing_to_judge_by_is_one_line() -> None:
         Judge(t.select(np.zeros(0, np.int64)))
 
 
+def test_a_cell_is_found_by_what_it_is() -> None:
+    judge = Judge(tiny())
+    t = judge.timings
+    np.testing.assert_array_equal(judge.rows_of(t.shape, t.stage, t.tokens, t.tactic), np.arange(len(t)))
+    # Another shape, stage, token count, tactic, and none at all.
+    columns = np.array([(0, 1, 8, 1), (3, 1, 8, 1), (0, 2, 8, 1), (0, 1, 7, 1), (0, 1, 8, 3), (0, 1, 8, -1)]).T
+    assert judge.rows_of(*columns).tolist() == [1, -1, -1, -1, -1, -1]
+
+
 # --- holding out -----------------------------------------------------------------------------------------------------
 
 
@@ -172,7 +181,8 @@ def test_one_group_alone_cannot_be_held_out(by: str) -> None:
 def test_a_model_is_never_asked_for_what_it_was_fitted_on(few: Timings, by: str) -> None:
     Oracle.seen = []
     steps: list[tuple[int, int]] = []
-    judge, ms, sd = cross_validate(few, by, make=Oracle, progress=lambda done, total: steps.append((done, total)))
+    found = hold_out(few, lambda done, total: steps.append((done, total)), by=by, make=Oracle, stated=False)
+    judge, ms, sd = found.judge, found.ms, found.log_sd
     assert (ms == 1.0).all() and (sd == 0.1).all() and len(ms) == len(judge.timings)
     label_of = dict(zip(few.shapes, few.labels, strict=True))
     asked = [shape for _, shapes in Oracle.seen for shape in shapes]
@@ -186,30 +196,25 @@ def test_a_model_is_never_asked_for_what_it_was_fitted_on(few: Timings, by: str)
 
 
 @pytest.fixture(scope="module")
-def held_out(bf16: Timings) -> tuple[Judge, np.ndarray, np.ndarray]:
-    return cross_validate(bf16, "family")
+def held_out(bf16: Timings) -> HeldOut:
+    return hold_out(bf16, stated=False)
 
 
-def test_unseen_families_lose_less_than_one_percent(
-    held_out: tuple[Judge, np.ndarray, np.ndarray], bf16: Timings
-) -> None:
-    judge, ms, _ = held_out
-    found = judge.evaluate("model", ms)
-    assert found.all.count == len(judge.keys)
+def test_unseen_families_lose_less_than_one_percent(held_out: HeldOut, bf16: Timings) -> None:
+    found, *simple = held_out.evaluations()
+    assert found.all.count == len(held_out.judge.keys)
     assert found.all.geomean <= 1.009
     assert found.all.p95 <= 1.05
     second = found.second_pass()
     assert second is not None and second.geomean <= 1.009 and second.count >= 200
     assert set(found.shapes()) == set(bf16.labels)
-    others = {e.name: e.all.geomean for e in baselines(judge)}
+    others = {e.name: e.all.geomean for e in simple}
     assert set(others) == {"fallback", "best single tactic", "nearest shape", "tokens per expert"}
     assert all(found.all.geomean < other for other in others.values()), others
 
 
-def test_unseen_families_are_predicted_with_an_honest_deviation(
-    held_out: tuple[Judge, np.ndarray, np.ndarray],
-) -> None:
-    found = calibrate(*held_out)
+def test_unseen_families_are_predicted_with_an_honest_deviation(held_out: HeldOut) -> None:
+    found = calibrate(held_out.judge, held_out.ms, held_out.log_sd)
     assert 0.3 < found.spread < 3.0
     assert 0.8 < found.coverage < 0.97
     assert found.error < 0.05
@@ -260,7 +265,7 @@ def test_tokens_per_expert_looks_at_the_load_and_not_at_the_batch(monkeypatch: p
         ]
     )
     # With one neighbour instead of eight the nearest bucket alone decides.
-    monkeypatch.setattr(evaluation._RelativeTimes, "_NEIGHBOURS", 1)
+    monkeypatch.setattr(evaluation, "_NEIGHBOURS", 1)
     assert chosen(t, "tokens per expert")["cc-1"] == 1.0
     assert chosen(t, "nearest shape")["cc-1"] == 8.0
 

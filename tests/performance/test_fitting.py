@@ -9,8 +9,8 @@ import pytest
 from synth.catalog.paths import find_model, model_file
 from synth.errors import SynthError
 from synth.performance.calibration import calibrated_probability
-from synth.performance.evaluation import cross_validate
 from synth.performance.fitting import Fitted, fit, save
+from synth.performance.held_out import hold_out
 from synth.performance.model import PerformanceModel
 from synth.timings.measurements import Timings, load
 
@@ -37,8 +37,8 @@ def fitted(few: Timings, steps: list[tuple[int, int]]) -> Fitted:
 
 def test_the_regret_is_that_of_families_held_out(fitted: Fitted, few: Timings) -> None:
     own, *others = fitted.evaluations
-    judge, ms, _ = cross_validate(few, "family")
-    np.testing.assert_array_equal(own.regrets, judge.evaluate("model", ms).regrets)
+    found = hold_out(few, stated=False)
+    np.testing.assert_array_equal(own.regrets, found.judge.evaluate("model", found.ms).regrets)
     assert own.name == "model"
     assert [e.name for e in others] == ["fallback", "best single tactic", "nearest shape", "tokens per expert"]
     assert own.all.count == 4 * 2 * 3

@@ -1,19 +1,38 @@
-"""Where the regret is: the choices that cost most, by kinds that geometry tells apart."""
+"""Where the regret is: the choices that cost most, by kinds that geometry tells apart, and one by one.
+
+    python benchmarks/weak_spots.py [--quant bf16]
+
+Each model family, or shape, is predicted by a model that has seen none of it; its regret is looked at without timings,
+and after 1 % and 5 % of its sweep was timed in rounds (replayed).
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
 from numpy.typing import NDArray
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from studies.replaying import LOOKED_AT, Point, hold_out_and_replay
+from studies.scripts import Script, by_option, print_json, quant_option, tables_of, timings_options
+
 from synth.catalog.devices import get_device
+from synth.commands.options import json_option
+from synth.errors import SynthError
 from synth.performance.evaluation import Evaluation, Judge
 from synth.performance.geometry import Floats, Ints, sites
+from synth.performance.held_out import swept_shapes, workers
 from synth.performance.roofline import Hardware, tactic_columns, work
+from synth.reporting.console import progress, table
+from synth.timings.measurements import Timings
 
 #: Up to this many tokens are decode, above ``_PREFILL`` they are prefill.
 _DECODE, _PREFILL = 16, 2048
@@ -31,6 +50,8 @@ _AGAIN = 0.25
 _TIE = 0.005
 #: A fix takes away at least this share of the regret.
 _GONE = 0.6
+#: Choices listed as the worst.
+_WORST = 10
 
 
 def kinds(judge: Judge, keys: Ints) -> dict[str, NDArray[np.bool_]]:
@@ -146,3 +167,132 @@ def _geomean(regrets: Floats) -> float:
 
 def _index(keys: Ints) -> dict[tuple[int, ...], int]:
     return {tuple(key): i for i, key in enumerate(keys.tolist())}
+
+
+@dataclass(frozen=True)
+class Worst:
+    """A choice that costs much.
+
+    Attributes
+    ----------
+    label : str
+    stage, bucket : int
+    regret : float
+    chosen, best : str
+        The two tactics.
+    later : float
+        Regret after 5 % of the sweep was timed.
+    """
+
+    label: str
+    stage: int
+    bucket: int
+    regret: float
+    chosen: str
+    best: str
+    later: float
+
+
+def worst(judge: Judge, points: Mapping[float, Point]) -> Iterator[Worst]:
+    """Yield the choices with the highest regret when nothing is timed."""
+    first, last = points[LOOKED_AT[0]], points[LOOKED_AT[-1]]
+    e, table = first.evaluation, judge.timings.table
+    after = {tuple(k): r for k, r in zip(last.evaluation.keys.tolist(), last.evaluation.regrets.tolist(), strict=True)}
+    for i in np.argsort(-e.regrets, kind="stable")[:_WORST].tolist():
+        shape, stage, bucket = e.keys[i].tolist()
+        yield Worst(
+            e.labels[shape],
+            stage,
+            bucket,
+            float(e.regrets[i]),
+            str(table.tactic(int(first.tactic[i]))),
+            str(table.tactic(int(first.best[i]))),
+            after.get((shape, stage, bucket), float("nan")),
+        )
+
+
+@dataclass(frozen=True)
+class WeakSpots:
+    """Where the regret of shapes held out is.
+
+    Attributes
+    ----------
+    title, quant : str
+    kinds : tuple of Kind
+    worst : tuple of Worst
+    """
+
+    title: str
+    quant: str
+    kinds: tuple[Kind, ...]
+    worst: tuple[Worst, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+        return {"kinds": [k.as_dict() for k in self.kinds], "worst": [asdict(w) for w in self.worst]}
+
+
+def study(timings: Timings, by: str, progress: Callable[[int, int], None] | None = None) -> WeakSpots:
+    """Look at the regret of each family, or each shape, held out.
+
+    Parameters
+    ----------
+    by : str
+        ``"family"`` or ``"shape"``.
+    progress : callable, optional
+        Called with the fits done and the fits in all.
+
+    Raises
+    ------
+    SynthError
+        When no shape was swept.
+    """
+    title = f"{timings.origin.device} {timings.origin.quant}, held out by {by}"
+    if not len(swept_shapes(Judge(timings))):
+        raise SynthError(f"{title}: no shape was swept, so there is nothing to replay")
+    with workers() as pool:
+        found = hold_out_and_replay(timings, by, ways=("active",), progress=progress, pool=pool)
+    points = {share: found.at(share) for share in LOOKED_AT}
+    split = by_kind(found.judge, {share: point.evaluation for share, point in points.items()})
+    return WeakSpots(title, timings.origin.quant, tuple(split), tuple(worst(found.judge, points)))
+
+
+def tables(found: WeakSpots) -> None:
+    """Print the regret by kind, and the worst choices."""
+    title = found.title
+    table(
+        f"{title}: where the regret is (kinds overlap)",
+        ["kind", "choices", "of all", "of the regret", "regret", "1 % timed", "5 % timed", "what would mend it"],
+        [
+            [k.name, k.count, f"{k.share:.0%}", f"{k.of_regret:.0%}", *(f"{g:.4f}" for g in k.geomeans), k.fix()]
+            for k in found.kinds
+        ],
+    )
+    table(
+        f"{title}: the worst choices without timings",
+        ["shape", "stage", "bucket", "regret", "5 % timed", "chosen", "best"],
+        [[w.label, w.stage, w.bucket, f"{w.regret:.3f}", f"{w.later:.3f}", w.chosen, w.best] for w in found.worst],
+    )
+
+
+@click.command(cls=Script, help=__doc__)
+@timings_options
+@quant_option
+@by_option
+@json_option
+def main(
+    device: str, quant: str | None, by: str, flashinfer: str, own_measurements: Path | None, as_json: bool
+) -> None:
+    results = []
+    for timings in tables_of(device, quant, flashinfer, own_measurements):
+        with progress(f"replaying {timings.origin.quant}") as step:
+            results.append(study(timings, by, step))
+    if as_json:
+        print_json({found.quant: found.as_dict() for found in results})
+        return
+    for found in results:
+        tables(found)
+
+
+if __name__ == "__main__":
+    main()

@@ -9,15 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import transfer
 from click.testing import CliRunner
+from transfer import TransferScore, main, transfers
+from transfer import tables as print_tables
 
 from synth.catalog import paths
 from synth.catalog.shapes import family_of
-from synth.choosing import transferring
-from synth.choosing.transferring import TransferScore, transfers
-from synth.cli import main
 from synth.performance.evaluation import Judge
-from synth.reporting.console import transfer_tables
 from synth.timings.measurements import ShapeTimings, Timings, load, read, write
 
 SHIPPED = Path(__file__).parents[2] / "measurements"
@@ -104,7 +103,7 @@ def test_no_family_is_predicted_by_a_model_that_has_seen_it(tables: list[Timings
     changed = np.isin(source.shape, [i for i, label in enumerate(source.labels) if family_of(label) == family])
     noise = np.exp(np.random.default_rng(0).normal(0.0, 0.3, len(source)))
     other = dataclasses.replace(source, ms=np.where(changed, source.ms * noise, source.ms))
-    before, after = (transferring._predict(s, target, lambda done: None) for s in (source, other))
+    before, after = (transfer._predict(s, target, lambda done: None) for s in (source, other))
     judged = Judge(target).timings
     mine = np.isin(judged.shape, [i for i, label in enumerate(judged.labels) if family_of(label) == family])
     assert changed.any() and mine.any() and not mine.all()
@@ -114,7 +113,7 @@ def test_no_family_is_predicted_by_a_model_that_has_seen_it(tables: list[Timings
 
 
 def test_the_table_has_a_line_for_each_score(scores: list[TransferScore], capsys: pytest.CaptureFixture[str]) -> None:
-    transfer_tables(scores)
+    print_tables(scores)
     printed = capsys.readouterr().out
     for column in ("from", "to", "tactics", "regret", "gemm1", "gemm2", "p95"):
         assert column in printed
@@ -127,7 +126,7 @@ def test_the_command_prints_the_scores_and_needs_two_quantizations(
     (tmp_path / "own").mkdir()
     monkeypatch.setenv("SYNTH_MEASUREMENTS", str(tmp_path / "own"))
     monkeypatch.setattr(paths, "shipped", lambda kind: folder if kind == "measurements" else tmp_path / "none")
-    result = CliRunner().invoke(main, ["evaluate", "--transfer", "--json"])
+    result = CliRunner().invoke(main, ["--json"])
     assert result.exit_code == 0, result.output
     rows = json.loads(result.stdout)
     assert [(r["source"], r["target"], r["kind"], r["regret"]) for r in rows] == [
@@ -136,5 +135,5 @@ def test_the_command_prints_the_scores_and_needs_two_quantizations(
     assert "carrying over: 6 of 6" in result.stderr
     fp8 = folder / "nvidia-h200" / "flashinfer-0.7.4" / "fp8"
     monkeypatch.setattr(paths, "shipped", lambda kind: fp8 if kind == "measurements" else tmp_path / "none")
-    result = CliRunner().invoke(main, ["evaluate", "--transfer"])
+    result = CliRunner().invoke(main, [])
     assert result.exit_code == 2 and "two quantizations" in result.stderr

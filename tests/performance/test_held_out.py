@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 
 from synth.catalog.devices import get_device
-from synth.choosing.evaluating import Result, against_table, held_out, plot, report
 from synth.errors import SynthError
 from synth.performance.evaluation import Judge
 from synth.performance.fitting import save
+from synth.performance.held_out import Result, against_itself, against_table, hold_out, report
 from synth.performance.model import Cells, PerformanceModel
-from synth.reporting.console import study as study_table
 from synth.timings.measurements import Timings, load
 
 SHIPPED = Path(__file__).parents[2] / "measurements"
@@ -64,7 +63,7 @@ def write(path: Path, rows: list[str], columns: str = COLUMNS) -> Path:
 
 def score(path: Path, models: list[Path], quant: str | None = None) -> list[Result]:
     problems: list[object] = []
-    found = against_table(path, H200, quant, "0.7.4", models, problems=problems)
+    found = against_table(path, H200, quant, "0.7.4", models, problems)
     assert problems == []
     return found
 
@@ -155,7 +154,7 @@ def test_a_bad_row_is_reported_and_the_others_are_scored(
     rows = rows_of(timings["bf16"], [UNSEEN], first_only=True)
     path = write(tmp_path / "t.csv", [*rows, rows[0], rows[0].rpartition(",")[0] + ",fast"])
     problems: list[object] = []
-    (result,) = against_table(path, H200, None, "0.7.4", models, problems=problems)
+    (result,) = against_table(path, H200, None, "0.7.4", models, problems)
     assert result.evaluations[0].all.count == 4
     assert [f"{path}:{len(rows) + 2 + i}" in str(p) for i, p in enumerate(problems)] == [True, True]
 
@@ -184,7 +183,7 @@ def test_the_report_has_what_was_promised(timings: dict[str, Timings], by: str) 
     wanted = [t.labels.index(x) for x in (UNSEEN, SEEN, "mixtral-8x7b-tp4")]
     steps: list[tuple[int, int]] = []
     part = t.select(np.isin(t.shape, wanted) & np.isin(t.tokens, [16, 1024]))
-    result = held_out(part, by, lambda done, total: steps.append((done, total)))
+    result = against_itself(part, by, lambda done, total: steps.append((done, total)))
     plain = json.loads(json.dumps(report([result]), allow_nan=False))
     for key in ("all", "gemm1", "gemm2"):
         assert set(plain[key]) == {"geomean", "p95", "p99", "max", "count"}
@@ -215,81 +214,45 @@ def test_two_results_of_one_quantization_are_both_reported(timings: dict[str, Ti
     results = []
     for tokens in (16, 1024):
         part = t.select(np.isin(t.shape, wanted) & (t.tokens == tokens))
-        results.append(held_out(part, "shape"))
+        results.append(against_itself(part, "shape"))
     text = json.dumps(report(results))
     for result in results:
         assert json.dumps(result.evaluations[0].all.as_dict())[1:-1] in text
 
 
-# --- the study -------------------------------------------------------------------------------------------------------
+# --- what is stated of choices ---------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def studied(timings: dict[str, Timings]) -> Result:
-    """Three shapes of two families in two buckets; all of olmoe was swept twice and more."""
-    t = timings["bf16"]
-    wanted = [t.labels.index(x) for x in (UNSEEN, SEEN, "nemotron-3-super-tp4")]
-    return held_out(t.select(np.isin(t.shape, wanted) & np.isin(t.tokens, [16, 1024])), "family", quick=False, seeds=1)
+def small() -> PerformanceModel:
+    return PerformanceModel(choice_trees=6, time_trees=3, jobs=1)
 
 
-def test_a_study_has_both_tables_and_both_scopes(studied: Result) -> None:
-    study = studied.study
-    assert study is not None
-    # Two of the three are of the first sweeps.
-    assert list(study.known) == list(study.new) == ["all 3 shapes", "the 2 shapes of the first sweeps"]
-    ways = {("active", 0), ("stratified", 0), ("random", 0)}
-    for points in study.known.values():
-        assert {(p.way, p.seed) for p in points if p.mark > 0} == ways
-        assert [p.way for p in points if p.mark == 0] == ["active"]
-    for points in study.new.values():
-        assert {(p.way, p.seed) for p in points} == ways
-    first, part = (study.known[name][0] for name in study.known)
-    assert first.evaluation.all.count == 12 and part.evaluation.all.count == 8
+def test_a_probability_is_stated_of_every_choice_of_a_swept_shape(few: Timings) -> None:
+    first = few.shape[0]
+    # One shape is a sample: nothing is stated of it, and it is predicted all the same.
+    part = few.select((few.shape != first) | (np.arange(len(few)) % 3 == 0))
+    found = hold_out(part, make=small)
+    assert found.stated is not None and len(found.ms) == len(found.judge.timings)
+    keys = found.judge.keys[found.judge.keys[:, 0] != first]
+    assert sorted(map(tuple, found.stated.evaluation.keys.tolist())) == list(map(tuple, keys.tolist()))
+    within = found.stated.within
+    assert within.shape == (len(keys), 2) and (within[:, 1] >= within[:, 0]).all()
+    assert ((within >= 0.0) & (within <= 1.0)).all()
+    assert 1.0 < found.stated.evaluation.all.geomean < found.judge.evaluate("worst", 1.0 / found.ms).all.geomean
 
 
-def test_a_study_is_plain_json(studied: Result) -> None:
-    plain = json.loads(json.dumps(report([studied]), allow_nan=False))["study"]
-    assert {p["way"] for p in plain["known_device"]["all 3 shapes"]} == {"active", "stratified", "random"}
-    assert plain["known_device"]["all 3 shapes"][0]["all"]["count"] == 12
-    assert set(plain["reliability"]) == {"0.01", "0.02"} and set(plain["reliability"]["0.01"]) == {
-        "stated",
-        "corrected",
-    }
-    assert [c["share"] for c in plain["coverage_90"]] == [0.0, 0.01, 0.05]
-    assert len(plain["worst"]) == 10 and plain["worst"][0]["regret"] >= plain["worst"][-1]["regret"] >= 1.0
-    assert {"kind", "of_regret", "geomeans"} <= set(plain["kinds"][0])
+def test_probabilities_are_compared_with_what_happened(few: Timings) -> None:
+    found = hold_out(few, make=small)
+    reliability = found.reliability()
+    assert found.stated is not None and list(reliability) == [0.01, 0.02]
+    for margin, (stated, corrected) in reliability.items():
+        hits = int((found.stated.evaluation.regrets <= 1.0 + margin).sum())
+        for one in (stated, corrected):
+            assert sum(one.count) == len(found.stated.within)
+            assert sum(h * n for h, n in zip(one.happened, one.count, strict=True)) == pytest.approx(hits)
 
 
-def test_what_two_passes_choose_is_compared(studied: Result) -> None:
-    assert studied.study is not None
-    stability = studied.study.stability
-    assert stability is not None and stability.count == 4
-    assert 0.0 <= stability.equal <= stability.as_good <= 1.0
-
-
-def test_the_zero_shot_table_is_the_same_without_a_study(studied: Result, timings: dict[str, Timings]) -> None:
-    t = timings["bf16"]
-    wanted = [t.labels.index(x) for x in (UNSEEN, SEEN, "nemotron-3-super-tp4")]
-    quick = held_out(t.select(np.isin(t.shape, wanted) & np.isin(t.tokens, [16, 1024])), "family")
-    assert quick.study is None
-    for a, b in zip(quick.evaluations, studied.evaluations, strict=True):
-        assert a.as_dict() == b.as_dict()
-
-
-def test_a_study_is_printed_and_drawn(studied: Result, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
-    assert studied.study is not None
-    study_table("H200", studied.study)
-    out = capsys.readouterr().out
-    for words in ("timings of an unseen shape", "timings of a new device", "where the regret is", "the worst choices"):
-        assert words in out
-    names = {p.name for p in plot([studied], tmp_path)}
-    assert {"learning-curve-shape-bf16.svg", "learning-curve-device-bf16.png", "reliability-bf16.svg"} <= names
-    assert all((tmp_path / name).stat().st_size for name in names)
-
-
-def test_sampled_shapes_alone_are_not_studied(timings: dict[str, Timings]) -> None:
-    t = timings["bf16"]
-    wanted = [t.labels.index(x) for x in (UNSEEN, SEEN)]
-    part = t.select(np.isin(t.shape, wanted) & (t.tokens == 16) & (t.tactic % 3 == 0))
-    assert held_out(part, "family", quick=False).study is None
+def test_nothing_is_stated_where_it_is_not_asked_for_or_nothing_was_swept(few: Timings) -> None:
+    sampled = few.select(np.arange(len(few)) % 3 == 0)
+    for found in (hold_out(few, make=small, stated=False), hold_out(sampled, make=small)):
+        assert found.stated is None and found.reliability() == {}

@@ -1,26 +1,41 @@
 """What a model of one quantization says of another's kernels: the test of the structure that analytical models borrow.
 
+    python benchmarks/transfer.py [--device "NVIDIA H200"]
+
 Each model family of the other quantization is predicted by a model that has seen none of it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+import click
 import numpy as np
 from numpy.typing import NDArray
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from studies.scripts import Script, print_json, tables_of, timings_options
 
 from synth.catalog.schemes import STAGES
 from synth.catalog.shapes import family_of
 from synth.choosing.choose import SURE_GAIN, tactic_mask
+from synth.commands.options import json_option
+from synth.errors import SynthError
 from synth.flashinfer.tactics import Tactic
 from synth.performance.analytical import suspects
-from synth.performance.evaluation import Judge, held_out_groups, held_out_model
+from synth.performance.evaluation import Judge, held_out_groups
 from synth.performance.geometry import Floats, least_by
+from synth.performance.held_out import held_out_model
 from synth.performance.model import Cells, PerformanceModel
 from synth.performance.ties import pick, tie_order
+from synth.reporting.console import progress
+from synth.reporting.console import table as print_table
 from synth.timings.measurements import Timings
 
 #: The tactics to choose from, and which of them stands for a fallback: SM120's tables hold one kind each.
@@ -154,3 +169,37 @@ def _fixed(items: Iterable[tuple[int, Tactic]], wanted: Callable[[Tactic], bool]
     mine = [(i, t) for i, t in items if wanted(t)]
     plain = [i for i, t in mine if t.family != "sm80" and t.tile[:2] == _PLAIN and not t.swap_ab and not t.finalize]
     return plain[0] if plain else mine[0][0]
+
+
+def tables(scores: Sequence[TransferScore]) -> None:
+    """Print what one quantization's model says of another's kernels."""
+    print_table(
+        "Choices by another quantization's model, each model family unseen",
+        ["from", "to", "tactics", "carried over", "choices", "regret", "gemm1", "gemm2", "p95", "sure of", "came true"],
+        [
+            [
+                s.source, s.target, s.kind, s.carried, s.choices, f"{s.regret:.4f}", f"{s.gemm1:.4f}",
+                f"{s.gemm2:.4f}", f"{s.p95:.3f}", s.foreseen, f"{s.came_true:.1%}",
+            ]
+            for s in scores
+        ],
+    )  # fmt: skip
+
+
+@click.command(cls=Script, help=__doc__)
+@timings_options
+@json_option
+def main(device: str, flashinfer: str, own_measurements: Path | None, as_json: bool) -> None:
+    timings = tables_of(device, None, flashinfer, own_measurements)
+    if len(timings) < 2:
+        raise SynthError(f"timings of two quantizations are needed, and {device} has those of {len(timings)}")
+    with progress("carrying over") as report:
+        scores = transfers(timings, report)
+    if as_json:
+        print_json([dataclasses.asdict(s) for s in scores])
+    else:
+        tables(scores)
+
+
+if __name__ == "__main__":
+    main()

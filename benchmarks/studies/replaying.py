@@ -8,16 +8,13 @@ used in the same way after each of them, so that only the choice of the cells di
 from __future__ import annotations
 
 import math
-import multiprocessing
-import os
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
-from threadpoolctl import threadpool_limits
 
 from synth.catalog.schemes import STAGES
 from synth.choosing.picks import Pick, Seen, Strategy
@@ -25,9 +22,11 @@ from synth.choosing.plan import Layer, timing_seconds
 from synth.choosing.rounds import KnownDevice, NewDevice
 from synth.collecting.simulated import SimulatedRunner
 from synth.errors import TacticError
-from synth.performance.evaluation import Evaluation, Judge, assembled, held_out_groups, held_out_model, hold_out
+from synth.performance.analytical import start_of
+from synth.performance.evaluation import Evaluation, Judge, held_out_groups
 from synth.performance.geometry import Floats, Ints, least_by
-from synth.performance.model import Cells, PerformanceModel, Prediction, swept_buckets
+from synth.performance.held_out import assembled, each_held_out, held_out_model, swept_shapes
+from synth.performance.model import Cells, PerformanceModel, Prediction
 from synth.performance.posterior import NEAR, Posterior, Timed, noise_sd, update
 from synth.performance.roofline import NEUTRAL, Roofline
 from synth.timings.measurements import Timings
@@ -37,11 +36,11 @@ WAYS = ("active", "stratified", "random")
 #: Shares of a sweep at which choices are judged, for a known and for a new device.
 SHARES = (0.0, 0.005, 0.01, 0.02, 0.05, 0.1)
 NEW_SHARES = (0.01, 0.02, 0.05, 0.1)
+#: Shares of the sweep after which what is stated is compared with what was found, and regret is split by kind.
+LOOKED_AT = (0.0, 0.01, 0.05)
 
 #: Stratified choice takes tactics within this factor of the best analytic time before the others.
 _PLAUSIBLE = 2.0
-#: Most processes at once.
-_PROCESSES = 8
 #: Errors of tactics within this factor of their bucket's best count for intervals: those are chosen from.
 _CLOSE = 1.2
 
@@ -96,6 +95,12 @@ class Point:
         """Return this point as one of a way of choosing cells."""
         return replace(self, way=way, seed=seed, mark=mark, timings=timings, seconds=seconds)
 
+    def as_dict(self) -> Mapping[str, Any]:
+        """Return plain values."""
+        counted = ("way", "seed", "mark", "timings", "sweep", "seconds", "sweep_seconds")
+        regrets = {k: v for k, v in self.evaluation.as_dict().items() if k != "shapes"}
+        return {**{name: getattr(self, name) for name in counted}, **regrets}
+
     @classmethod
     def joined(cls, points: Sequence[Point]) -> Point:
         """Return the points of several shapes as one; they are of one way, seed and mark."""
@@ -125,8 +130,8 @@ class Point:
 
 
 @dataclass(frozen=True)
-class HeldOut:
-    """What models said of the shapes that they were fitted without.
+class Replayed:
+    """What models said of the shapes that they were fitted without, and what was chosen after some timings.
 
     Attributes
     ----------
@@ -152,13 +157,13 @@ def hold_out_and_replay(
     timings: Timings,
     by: str,
     *,
-    make: Callable[[], PerformanceModel] = held_out_model,
+    make: Callable[[], PerformanceModel] | None = None,
     ways: Sequence[str] = WAYS,
     shares: Sequence[float] = SHARES,
     seeds: int = 1,
     progress: Callable[[int, int], None] | None = None,
     pool: Executor | None = None,
-) -> HeldOut:
+) -> Replayed:
     """Fit a model without each group of shapes; predict the group with it, and replay the group's sweeps.
 
     Parameters
@@ -168,16 +173,17 @@ def hold_out_and_replay(
     ways, shares, seeds
         See :func:`known_device`; without shares nothing is replayed.
     make, progress, pool
-        See :func:`synth.performance.evaluation.hold_out`.
+        See :func:`synth.performance.held_out.hold_out`.
     """
     judge = Judge(timings)
     cells = Cells.of(judge.timings)
     groups = held_out_groups(timings, by)
-    swept = swept_shapes(timings) if shares else np.zeros(0, dtype=np.int64)
+    swept = swept_shapes(judge) if shares else np.zeros(0, dtype=np.int64)
     use = partial(_use, timings, cells, swept, ways, shares, seeds)
-    folds = hold_out(timings, groups, use, make, progress, pool)
+    make = make or partial(held_out_model, start_of(timings.origin))
+    folds = each_held_out(timings, groups, use, make, progress, pool)
     ms, log_sd = assembled(cells, groups, [prediction for prediction, _ in folds])
-    return HeldOut(judge, ms, log_sd, tuple(point for _, points in folds for point in points))
+    return Replayed(judge, ms, log_sd, tuple(point for _, points in folds for point in points))
 
 
 def _use(
@@ -194,25 +200,6 @@ def _use(
     mine = np.intersect1d(group, swept).tolist()
     replayed = [known_device(timings, i, model, ways=ways, shares=shares, seeds=seeds) for i in mine]
     return prediction, [point for points in replayed for point in points]
-
-
-@contextmanager
-def workers() -> Iterator[Executor]:
-    """Start a process for each core, of one thread each: fitting has threads, but replaying is Python's own work."""
-    count = min(os.cpu_count() or 1, _PROCESSES)
-    pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), threadpool_limits, (1,))
-    try:
-        yield pool
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def swept_shapes(timings: Timings) -> Ints:
-    """Return the shapes whose sweep can be replayed: nearly every tactic was timed in each of their buckets."""
-    averaged = timings.averaged()
-    keys, bucket = averaged.buckets()
-    partly = keys[~swept_buckets(averaged, keys, bucket), 0]
-    return np.setdiff1d(keys[:, 0], partly)
 
 
 def known_device(

@@ -4,9 +4,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from studies.replaying import Point, Replayed, hold_out_and_replay, known_device, new_device
 
-from synth.choosing.learning import HeldOut, Point, hold_out_and_replay, known_device, new_device, swept_shapes
 from synth.choosing.plan import timing_seconds
+from synth.performance.evaluation import Judge
+from synth.performance.held_out import swept_shapes
 from synth.performance.model import PerformanceModel
 from synth.timings.measurements import Timings, load
 
@@ -27,11 +29,11 @@ def small() -> PerformanceModel:
 
 
 @pytest.fixture(scope="module")
-def held_out(few: Timings) -> HeldOut:
+def held_out(few: Timings) -> Replayed:
     return hold_out_and_replay(few, "family", make=small, shares=(0.0, 0.05, 1.0), seeds=2)
 
 
-def test_every_way_is_replayed_at_every_share(held_out: HeldOut, few: Timings) -> None:
+def test_every_way_is_replayed_at_every_share(held_out: Replayed, few: Timings) -> None:
     shapes = np.unique(few.shape).tolist()
     seen = {(p.way, p.seed, p.mark, int(p.evaluation.keys[0, 0])) for p in held_out.points}
     assert len(seen) == len(held_out.points)
@@ -40,7 +42,7 @@ def test_every_way_is_replayed_at_every_share(held_out: HeldOut, few: Timings) -
     assert seen == {(*way, shape) for way in ways for shape in shapes}
 
 
-def test_no_more_is_timed_than_was_asked_for(held_out: HeldOut) -> None:
+def test_no_more_is_timed_than_was_asked_for(held_out: Replayed) -> None:
     for p in held_out.points:
         assert p.timings <= round(p.mark * p.sweep)
         assert (p.seconds == 0.0) == (p.timings == 0)
@@ -49,7 +51,7 @@ def test_no_more_is_timed_than_was_asked_for(held_out: HeldOut) -> None:
     assert whole and all(p.timings == p.sweep for p in whole)
 
 
-def test_seconds_are_those_of_the_sweep(held_out: HeldOut, few: Timings) -> None:
+def test_seconds_are_those_of_the_sweep(held_out: Replayed, few: Timings) -> None:
     whole = next(p for p in held_out.points if p.mark == 1.0 and p.way == "random")
     shape = whole.evaluation.keys[0, 0]
     first = few.select((few.shape == shape) & (few.pass_ == 1))
@@ -57,14 +59,14 @@ def test_seconds_are_those_of_the_sweep(held_out: HeldOut, few: Timings) -> None
     assert whole.sweep_seconds == pytest.approx(whole.seconds, rel=0.05)
 
 
-def test_timings_are_worth_something(held_out: HeldOut) -> None:
+def test_timings_are_worth_something(held_out: Replayed) -> None:
     none, some, every = (held_out.at(share) for share in (0.0, 0.05, 1.0))
     assert none.evaluation.all.geomean >= some.evaluation.all.geomean >= every.evaluation.all.geomean
     assert every.evaluation.all.geomean < 1.001
     assert none.expected.mean() > some.expected.mean() > every.expected.mean() >= 0.0
 
 
-def test_a_probability_is_stated_of_every_choice(held_out: HeldOut) -> None:
+def test_a_probability_is_stated_of_every_choice(held_out: Replayed) -> None:
     for p in held_out.points:
         assert ((p.within >= 0.0) & (p.within <= 1.0)).all()
         assert (p.within[:, 1] >= p.within[:, 0]).all()
@@ -91,9 +93,9 @@ def test_without_shares_nothing_is_replayed(few: Timings) -> None:
 
 def test_a_sampled_shape_is_not_replayed(few: Timings) -> None:
     shapes = np.unique(few.shape)
-    assert swept_shapes(few).tolist() == shapes.tolist()
+    assert swept_shapes(Judge(few)).tolist() == shapes.tolist()
     sampled = few.select((few.shape != shapes[0]) | (np.arange(len(few)) % 3 == 0))
-    assert swept_shapes(sampled).tolist() == shapes[1:].tolist()
+    assert swept_shapes(Judge(sampled)).tolist() == shapes[1:].tolist()
 
 
 @pytest.mark.parametrize("way", ["active", "stratified", "random"])
@@ -107,7 +109,7 @@ def test_a_new_device_learns_from_its_own_timings(few: Timings, way: str) -> Non
         assert 1.0 < late.evaluation.all.geomean < early.evaluation.all.geomean < 2.0
 
 
-def test_points_are_joined(held_out: HeldOut) -> None:
+def test_points_are_joined(held_out: Replayed) -> None:
     of = [p for p in held_out.points if (p.way, p.seed, p.mark) == ("random", 1, 0.05)]
     one = Point.joined(of)
     assert one.timings == sum(p.timings for p in of) and one.seconds == sum(p.seconds for p in of)

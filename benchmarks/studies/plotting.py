@@ -1,4 +1,4 @@
-"""Plots of what ``synth evaluate`` measured, as SVG and PNG. Needs matplotlib, which is imported when asked for."""
+"""Plots of what the studies found, as SVG and PNG. Needs matplotlib, which is imported when asked for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from synth.errors import MissingDependencyError, SynthError
 from synth.performance.calibration import Reliability
 
 if TYPE_CHECKING:
-    from synth.choosing.learning import Point
+    from studies.replaying import Point
 
 #: Regrets below this can't be told from none; a logarithmic axis has no zero.
 _FLOOR = 1e-5
@@ -106,7 +106,7 @@ def _figure_type() -> Any:
         from matplotlib.figure import Figure
     except ImportError:
         raise MissingDependencyError(
-            "plots need matplotlib, which is not installed; run `pip install 'flashinfer-synth[plot]'`"
+            "plots need matplotlib, which is not installed; run `pip install 'flashinfer-synth[studies]'`"
         ) from None
     return Figure
 
