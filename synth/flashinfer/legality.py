@@ -15,6 +15,7 @@ version, the tactic counts as runnable, and a recorded failure decides.
 
 from __future__ import annotations
 
+from synth.catalog.data import read_toml
 from synth.catalog.devices import load_devices
 from synth.catalog.shapes import MoEShape, why_unsupported
 from synth.flashinfer.tactics import Tactic, TacticTable
@@ -22,77 +23,25 @@ from synth.flashinfer.tactics import Tactic, TacticTable
 #: The FlashInfer version whose sources the rules were read in.
 READ_IN = "0.7.4"
 
+_RULES = read_toml("synth.flashinfer", "legality.toml")
 #: Bits of an activation and of a weight.
-_BITS = {"bf16": (16, 16), "fp8": (8, 8), "nvfp4": (4, 4), "mxfp8_mxfp4": (8, 4)}
-
+_BITS: dict[str, list[int]] = _RULES["bits"]
 #: Activations whose gate the SM80-style bf16 kernels of gemm1 fuse. Engines send every gated GELU to ``Geglu``; of
 #: gpt-oss's swiglu the fused kernel is only profiled, since a call with alpha, beta or limit becomes ``SwigluBias``
 #: after the tuner chose (``flashinfer_cutlass_fused_moe_binding.cu``, runMoe).
 _FUSED_GATES = ("swiglu", "swigluoai", "geglu", "geglu_tanh")
 
-#: CTA and warp tiles that SM80-style kernels are dispatched for (``moe_gemm/moe_gemm_template_dispatch.h``,
-#: dispatchMoeGemmToCutlass for equal activations and weights, and dispatchGemmConfig for the stages).
-_SM80_TILES: dict[str, frozenset[tuple[tuple[int, int, int], tuple[int, int, int]]]] = {
-    "bf16": frozenset(
-        {
-            ((16, 128, 64), (16, 32, 64)),
-            ((16, 256, 64), (16, 64, 64)),
-            ((32, 128, 64), (32, 32, 64)),
-            ((64, 128, 64), (32, 64, 64)),
-            ((128, 128, 64), (64, 32, 64)),
-        }
-    ),
-    "fp8": frozenset(
-        {
-            ((16, 256, 128), (16, 64, 128)),
-            ((32, 128, 64), (32, 32, 64)),
-            ((64, 128, 64), (64, 32, 64)),
-            ((64, 64, 128), (32, 64, 64)),
-            ((128, 64, 64), (64, 32, 64)),
-            ((128, 256, 64), (64, 64, 64)),
-            ((256, 128, 64), (64, 64, 64)),
-        }
-    ),
-}
-_SM80_STAGES = (2, 3, 4)
 
-#: Tiles with a case in ``moe_gemm/moe_gemm_template_dispatch_tma_ws.h``,
-#: dispatchMoeGemmSelectTileShapeTmaWarpSpecialized; K in bytes.
-_TMA_TILES: dict[str, frozenset[tuple[int, int, int]]] = {
-    "tma90": frozenset({(128, n, 128) for n in (16, 32, 64, 128, 256)} | {(256, 128, 128)}),
-    "tma120": frozenset(
-        {(128, n, k) for n in (32, 64, 128) for k in (64, 128)} | {(128, 256, 64), (256, 128, 64)},
-    ),
-}
-#: Quantizations that each kind of TMA kernel exists for (``moe_gemm/moe_tma_warp_specialized_traits.h``).
-_TMA_QUANTS = {"tma90": ("bf16", "fp8"), "tma120": ("nvfp4", "mxfp8_mxfp4")}
-#: Tiles in elements of the activation that SM120 kernels are instantiated for (the same file,
-#: are_tile_shapes_supported_sm120).
-_SM120_TILES = frozenset(
-    {(128, n, k) for n in (32, 64, 128) for k in (128, 256)} | {(128, 256, 128), (256, 128, 128)},
-)
 
-#: Shared memory in bytes of one block of the TMA kernels: ``sizeof(GemmKernel::SharedStorage)`` of the types that
-#: ``moe_gemm/launchers/moe_gemm_tma_ws_launcher.inl`` defines, which CUTLASS asks of the device before the launch
-#: (``cutlass/gemm/device/gemm_universal_adapter.h``, initialize). Compiled from FlashInfer 0.7.4; by family,
-#: quantization and tile: plain, swapped, with fused finalize, with both. No cluster changes it.
-_TMA_BYTES: dict[tuple[str, str], dict[tuple[int, int, int], tuple[int, int, int, int]]] = {
-    ("tma120", "nvfp4"): {
-        (128, 128, 128): (89088, 89088, 93184, 93184),
-        (128, 128, 64): (89088, 89088, 93184, 93184),
-        (256, 128, 64): (98304, 98304, 102400, 74752),
-        (128, 256, 64): (98304, 98304, 102400, 74752),
-        (128, 32, 128): (89088, 89088, 93184, 93184),
-        (128, 32, 64): (101376, 89088, 93184, 93184),
-        (128, 64, 128): (101376, 101376, 76800, 76800),
-        (128, 64, 64): (101376, 87040, 91136, 91136),
-    },
-    ("tma120", "mxfp8_mxfp4"): {
-        (128, 128, 128): (82944, 82944, 87040, 87040),
-        (128, 32, 128): (101376, 101376, 83968, 83968),
-        (128, 64, 128): (92160, 92160, 96256, 96256),
-    },
+def _tiles(rows: list[list[int]]) -> frozenset[tuple[int, ...]]:
+    return frozenset(map(tuple, rows))
+
+
+_SM80_TILES = {
+    quant: frozenset((tuple(tile), tuple(warp)) for tile, warp in _RULES["sm80"][quant]) for quant in ("bf16", "fp8")
 }
+_TMA_TILES = {family: _tiles(_RULES[family]["tiles"]) for family in ("tma90", "tma120")}
+_SM120_TILES = _tiles(_RULES["tma120"]["instances"])
 
 
 def smem_block_bytes(device: str | None, arch: str) -> int | None:
@@ -154,7 +103,8 @@ def shared_bytes(tactic: Tactic, quant: str, flashinfer: str = READ_IN, *, fused
     if tactic.family == "sm80":
         bits = _BITS[quant][0]
         return (tactic.stages * (m + n) * k + (m * n // 2 if fused_gate else 0)) * bits // 8
-    known = _TMA_BYTES.get((tactic.family, quant), {}).get(tactic.tile) if flashinfer == READ_IN else None
+    by_tile = _RULES["bytes"].get(tactic.family, {}).get(quant, {})
+    known: list[int] | None = by_tile.get(f"{m}x{n}x{k}") if flashinfer == READ_IN else None
     return None if known is None else known[2 * tactic.finalize + tactic.swap_ab]
 
 
@@ -169,8 +119,8 @@ def dispatches(tactic: Tactic, arch: str, quant: str) -> bool:
     if tactic.family == "sm80":
         # Equal 8-bit types have SM89 kernels, which only SM120 is sent to (dispatchToArch).
         known = quant == "bf16" or (quant == "fp8" and arch == "sm120")
-        return known and (tactic.tile, tactic.warp) in _SM80_TILES[quant] and tactic.stages in _SM80_STAGES
-    if tactic.family != f"tma{arch.removeprefix('sm')}" or quant not in _TMA_QUANTS[tactic.family]:
+        return known and (tactic.tile, tactic.warp) in _SM80_TILES[quant] and tactic.stages in _RULES["sm80"]["stages"]
+    if tactic.family != f"tma{arch.removeprefix('sm')}" or quant not in _RULES[tactic.family]["quants"]:
         return False
     if tactic.tile not in _TMA_TILES[tactic.family]:
         return False
