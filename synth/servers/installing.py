@@ -18,7 +18,8 @@ from synth.configs.formats import METADATA, ConfigFile, read
 from synth.errors import MissingDependencyError, SynthError
 from synth.flashinfer.tactics import DEFAULT_FLASHINFER
 from synth.flashinfer.versions import contract_for
-from synth.gpu.replay import ReplayReport, installed_flashinfer, replay_store
+from synth.gpu.libraries import installed_flashinfer
+from synth.gpu.replay import ReplayReport, replay_store
 from synth.servers import placing
 from synth.servers.places import LAYOUTS, candidates, rank_files, search_root, variables
 from synth.servers.placing import KEPT, Change

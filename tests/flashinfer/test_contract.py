@@ -29,7 +29,7 @@ from synth.flashinfer.versions import (
     entry_id,
     served_id,
 )
-from synth.gpu.replay import StubbedFlashInfer, stubbed_gpu
+from synth.gpu.stub import StubbedFlashInfer, stubbed_gpu
 
 NVFP4_TP8 = Deployment("deepseek-v3", 8, 1, "nvfp4", "swiglu", False, MoEShape(7168, 256, 256, 8))
 
