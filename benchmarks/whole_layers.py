@@ -19,6 +19,8 @@ from synth.errors import SynthError
 from synth.flashinfer.buckets import map_to_bucket
 from synth.flashinfer.versions import ENV_BUNDLED, OPS
 from synth.gpu.layer import Layer
+from synth.gpu.libraries import dtype
+from synth.gpu.weights import call_signature
 from synth.performance.routing import UNIFORM, Routing
 
 #: The ``tune_max_num_tokens`` that FlashInfer's operation has unless another is passed.
@@ -52,6 +54,8 @@ class ServedLayer(Layer):
     def inputs(self, tokens: int, sample: int = 0, routing: Routing = UNIFORM) -> dict[str, Any]:
         """Return the arguments of one call, see :meth:`Layer.inputs`.
 
+        The workspace is allocated here, too, so that a captured call allocates next to nothing.
+
         Parameters
         ----------
         tokens : int
@@ -66,11 +70,25 @@ class ServedLayer(Layer):
         SynthError
             When the routing is not one of this layer: counts of another number of experts.
         """
+        shape, signature = self.shape, call_signature(self.quant)
+        experts = shape.experts * shape.ep_size
         inputs = {**super().inputs(tokens, sample), "tune_max_num_tokens": self.max_tokens}
+        same = {name: inputs[name] for name in ("output_dtype", "activation_type", "tp_size", "ep_size")}
+        workspace = self._core.cutlass_fused_moe_workspace_size(
+            tokens,
+            shape.hidden,
+            shape.inter,
+            experts,
+            shape.top_k,
+            x_dtype=dtype(signature.x_dtype),
+            weight_dtype=dtype(signature.weight_dtype),
+            device=self.device,
+            **same,
+        )
+        inputs["workspace_buffer"] = self._torch.empty(workspace, dtype=self._torch.uint8, device=self.device)
         if not routing.is_uniform:
             rng = np.random.default_rng([0, tokens, sample])
-            experts = self.shape.experts * self.shape.ep_size
-            drawn = routing.sample(experts, self.shape.top_k, tokens, rng).astype(np.int32)
+            drawn = routing.sample(experts, shape.top_k, tokens, rng).astype(np.int32)
             inputs["token_selected_experts"] = self._torch.from_numpy(drawn).to(self.device)
         return inputs
 

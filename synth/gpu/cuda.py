@@ -45,16 +45,14 @@ def lost_context() -> Exception | None:
 
     The first synchronization may only report what has failed; a lost context fails the second one too.
     """
-    torch = load_torch()
-    if not torch.cuda.is_initialized():
-        return None
-    with contextlib.suppress(Exception):
-        torch.cuda.synchronize()
-    try:
-        torch.cuda.synchronize()
-    except Exception as e:
-        return e
-    return None
+    torch, error = load_torch(), None
+    for _ in range(2 if torch.cuda.is_initialized() else 0):
+        try:
+            torch.cuda.synchronize()
+            error = None
+        except Exception as e:
+            error = e
+    return error
 
 
 def is_out_of_memory(error: Exception) -> bool:

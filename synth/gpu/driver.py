@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import subprocess
 import time
 from typing import Any
 
@@ -22,19 +21,19 @@ _REASONS = {
 # A power cap is not among them: the heaviest tactics reach it by themselves, in a server too.
 _THROTTLING = frozenset(_REASONS.values()) - {"sw_power_cap"}
 _NVML_CLOCK_SM, _NVML_CLOCK_MEM, _NVML_TEMPERATURE_GPU = 1, 2, 0
-#: Name → NVML's function, its arguments after the handle, and nvidia-smi's field.
-_NUMBERS: dict[str, tuple[str, tuple[int, ...], str]] = {
-    "sm_clock_mhz": ("nvmlDeviceGetClockInfo", (_NVML_CLOCK_SM,), "clocks.sm"),
-    "mem_clock_mhz": ("nvmlDeviceGetClockInfo", (_NVML_CLOCK_MEM,), "clocks.mem"),
-    "sm_clock_max_mhz": ("nvmlDeviceGetMaxClockInfo", (_NVML_CLOCK_SM,), "clocks.max.sm"),
-    "mem_clock_max_mhz": ("nvmlDeviceGetMaxClockInfo", (_NVML_CLOCK_MEM,), "clocks.max.mem"),
-    "power_limit_w": ("nvmlDeviceGetEnforcedPowerLimit", (), "power.limit"),
-    "temperature_c": ("nvmlDeviceGetTemperature", (_NVML_TEMPERATURE_GPU,), "temperature.gpu"),
+#: Name → NVML's function and its arguments after the handle.
+_NUMBERS: dict[str, tuple[str, tuple[int, ...]]] = {
+    "sm_clock_mhz": ("nvmlDeviceGetClockInfo", (_NVML_CLOCK_SM,)),
+    "mem_clock_mhz": ("nvmlDeviceGetClockInfo", (_NVML_CLOCK_MEM,)),
+    "sm_clock_max_mhz": ("nvmlDeviceGetMaxClockInfo", (_NVML_CLOCK_SM,)),
+    "mem_clock_max_mhz": ("nvmlDeviceGetMaxClockInfo", (_NVML_CLOCK_MEM,)),
+    "power_limit_w": ("nvmlDeviceGetEnforcedPowerLimit", ()),
+    "temperature_c": ("nvmlDeviceGetTemperature", (_NVML_TEMPERATURE_GPU,)),
 }
 
 
 class Driver:
-    """One GPU as its driver sees it: through NVML, and where that is missing through ``nvidia-smi``.
+    """One GPU as NVML sees it; FlashInfer can't be imported without its bindings.
 
     The GPU's uuid, by which it is found among the driver's, is never given out.
 
@@ -44,8 +43,7 @@ class Driver:
     """
 
     def __init__(self, device: Any) -> None:
-        self._uuid = _uuid(device)
-        self._nvml = _open_nvml(self._uuid)
+        self._nvml = _open_nvml(device)
         self._sampled: tuple[float, frozenset[str]] | None = None
 
     def environment(self) -> dict[str, Any]:
@@ -54,7 +52,7 @@ class Driver:
         What can't be found out is left out, or None.
         """
         if self._nvml is None:
-            return _read_smi(self._uuid)
+            return {}
         return {**_read_nvml(*self._nvml), "throttle_reasons": sorted(self.throttle_reasons())}
 
     def throttle_reasons(self) -> frozenset[str]:
@@ -77,22 +75,14 @@ class Driver:
         return bool(self.throttle_reasons() & _THROTTLING)
 
 
-def _uuid(device: Any) -> str | None:
-    try:
-        return str(load_torch().cuda.get_device_properties(device).uuid)
-    except (AttributeError, AssertionError, RuntimeError, ValueError):
-        return None
-
-
-def _open_nvml(uuid: str | None) -> tuple[Any, Any] | None:
+def _open_nvml(device: Any) -> tuple[Any, Any] | None:
     """Return pynvml and its handle of the GPU, None where there is no NVML."""
-    if uuid is None:
-        return None
     try:
+        uuid = load_torch().cuda.get_device_properties(device).uuid
         nvml = importlib.import_module("pynvml")
         nvml.nvmlInit()
     except Exception:
-        # Not installed, or no driver library: another error class with each of its versions.
+        # No GPU, no driver library, or a torch that doesn't know uuids: another error class with each.
         return None
     for name in (f"GPU-{uuid}", f"MIG-{uuid}"):
         with contextlib.suppress(nvml.NVMLError):
@@ -112,7 +102,7 @@ def _read_nvml(nvml: Any, handle: Any) -> dict[str, Any]:
         return value.decode() if isinstance(value, bytes) else value
 
     found = {"driver": ask("nvmlSystemGetDriverVersion")}
-    found |= {name: ask(function, handle, *args) for name, (function, args, _) in _NUMBERS.items()}
+    found |= {name: ask(function, handle, *args) for name, (function, args) in _NUMBERS.items()}
     if found["power_limit_w"] is not None:
         # NVML says mW.
         found["power_limit_w"] /= 1000
@@ -128,24 +118,3 @@ def _read_reasons(nvml: Any, handle: Any) -> frozenset[str]:
             continue
         return frozenset(reason for bit, reason in _REASONS.items() if bits & bit)
     return frozenset()
-
-
-def _read_smi(uuid: str | None) -> dict[str, Any]:
-    """Ask ``nvidia-smi`` what :func:`_read_nvml` asks NVML."""
-    if uuid is None:
-        return {}
-    fields = ["driver_version", *(field for _, _, field in _NUMBERS.values())]
-    command = ["nvidia-smi", "-i", f"GPU-{uuid}", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    driver, *numbers = (value.strip() for value in answer.strip().split(","))
-    if len(numbers) != len(_NUMBERS):
-        return {}
-    found: dict[str, Any] = {"driver": driver}
-    for name, text in zip(_NUMBERS, numbers, strict=True):
-        # Where there is none it says "[N/A]".
-        with contextlib.suppress(ValueError):
-            found[name] = float(text) if name == "power_limit_w" else int(float(text))
-    return found

@@ -50,13 +50,12 @@ class Layer:
     ) -> None:
         if quant not in ("bf16", "fp8"):
             raise SynthError(f"a whole layer can be run in bf16 and fp8, not in {quant}; time its tactics instead")
-        flashinfer = installed_flashinfer()
         self._torch, self._core = load_torch(), load_core()
         self._activation = self._core.ActivationType(activation_number(activation, shape))
         check_supported(shape, quant)
         self.shape, self.quant, self.tp = shape, quant, tp
         self.device = select_device(device)
-        load_table(architecture(self.device)[0], quant, flashinfer)
+        load_table(architecture(self.device)[0], quant, installed_flashinfer())
         with must_fit(f"the {quant} weights of {shape} don't fit into the GPU's memory"):
             self._weights = allocate_weights(shape, quant, self.device)
         self._scales = self._quant_scales()
@@ -65,7 +64,7 @@ class Layer:
         """Return the arguments of one call of ``cutlass_fused_moe``.
 
         Tokens go to all ranks' experts alike, without repeats within a token, the weights of a token summing to 1.
-        Output and workspace are allocated here, so that a captured call allocates next to nothing.
+        The output is allocated here.
 
         Parameters
         ----------
@@ -76,7 +75,6 @@ class Layer:
         """
         torch, shape = self._torch, self.shape
         signature = call_signature(self.quant)
-        x_dtype, weight_dtype = dtype(signature.x_dtype), dtype(signature.weight_dtype)
         experts = shape.experts * shape.ep_size
         generator = torch.Generator(device=self.device)
         generator.manual_seed(tokens + 1_000_003 * sample)
@@ -88,22 +86,8 @@ class Layer:
         ids = draw_ids(experts, tokens, shape.top_k, self.device, generator)
         scores = torch.rand((tokens, shape.top_k), dtype=torch.float32, device=self.device, generator=generator)
         scores += 0.1
-        workspace = self._core.cutlass_fused_moe_workspace_size(
-            tokens,
-            shape.hidden,
-            shape.inter,
-            experts,
-            shape.top_k,
-            x_dtype=x_dtype,
-            weight_dtype=weight_dtype,
-            output_dtype=torch.bfloat16,
-            activation_type=self._activation,
-            tp_size=self.tp,
-            ep_size=shape.ep_size,
-            device=self.device,
-        )
         return {
-            "input": x.to(x_dtype),
+            "input": x.to(dtype(signature.x_dtype)),
             "token_selected_experts": ids,
             "token_final_scales": scores / scores.sum(dim=1, keepdim=True),
             "fc1_expert_weights": self._weights[0],
@@ -111,7 +95,6 @@ class Layer:
             "output_dtype": torch.bfloat16,
             "quant_scales": self._scales,
             "output": torch.empty((tokens, shape.hidden), dtype=torch.bfloat16, device=self.device),
-            "workspace_buffer": torch.empty(workspace, dtype=torch.uint8, device=self.device),
             "tp_size": self.tp,
             "ep_size": shape.ep_size,
             "activation_type": self._activation,
@@ -163,18 +146,15 @@ class Layer:
         """
         if self.quant == "bf16":
             return []
-        torch, shape = self._torch, self.shape
-
-        def full(size: tuple[int, ...], value: float) -> Any:
-            return torch.full(size, value, dtype=torch.float32, device=self.device)
-
+        shape = self.shape
         quantize = 16.0  # Up to 28 standard deviations of the activation's output fit into e4m3's 448.
-        return [
-            full((shape.experts,), 1 / (STD * math.sqrt(shape.hidden))),
-            full((), quantize),
-            full((shape.experts,), 1 / (quantize * STD * math.sqrt(shape.inter))),
-            full((), 1.0),
+        scales: list[tuple[tuple[int, ...], float]] = [
+            ((shape.experts,), 1 / (STD * math.sqrt(shape.hidden))),
+            ((), quantize),
+            ((shape.experts,), 1 / (quantize * STD * math.sqrt(shape.inter))),
+            ((), 1.0),
         ]
+        return [self._torch.full(size, x, dtype=self._torch.float32, device=self.device) for size, x in scales]
 
 
 class LayerComparator:

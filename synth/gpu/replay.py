@@ -25,6 +25,7 @@ from synth.flashinfer.tactics import DEFAULT_FLASHINFER
 from synth.flashinfer.versions import ENV_BUNDLED, contract_for
 from synth.gpu.asking import Asking, Miss, arch_for
 from synth.gpu.libraries import installed_flashinfer, load_cache, load_flashinfer
+from synth.gpu.store import differences, environment
 from synth.gpu.stub import stubbed_gpu
 
 #: Code and reason of a refusal, None where FlashInfer takes the config.
@@ -110,11 +111,9 @@ def replay(path: Path, *, device: str | None = None, arch: str | None = None) ->
     if name is None:
         name = "any GPU"
         notes.append("the file names no GPU; replayed as one that the metadata accepts")
-    if config.kind == "bundled":
-        attached = _module_served(config.raw, path, name, notes)
-    else:
-        attached = _json_served(config.metadata, path)
-    return _replayed(config, path, attached, name, arch, notes)
+    is_module = config.kind == "bundled"
+    served = _module_served(config.raw, path, name, notes) if is_module else _json_served(config, path)
+    return _replayed(config, path, served, name, arch, notes)
 
 
 def replay_file(config: ConfigFile, path: Path) -> ReplayReport:
@@ -132,7 +131,7 @@ def replay_file(config: ConfigFile, path: Path) -> ReplayReport:
     SynthError
         As :func:`replay`.
     """
-    return _replayed(config, path, _json_served(read(path).metadata, path), config.gpu or "any GPU")
+    return _replayed(config, path, _json_served(read(path), path), config.gpu or "any GPU")
 
 
 def replay_store(config: ConfigFile, root: Path) -> ReplayReport:
@@ -208,22 +207,21 @@ def _replayed(
 
 
 @contextlib.contextmanager
-def _json_served(metadata: object, path: Path) -> Iterator[_Refusal]:
+def _json_served(config: ConfigFile, path: Path) -> Iterator[_Refusal]:
     """Let FlashInfer load a v1 JSON file, and answer out of nothing else."""
     with _bundled_configs(False):
-        yield _load_json(metadata, path)
+        yield _load_json(config, path)
 
 
-def _load_json(metadata: object, path: Path) -> _Refusal:
-    autotuner = load_flashinfer("autotuner.autotuner")
+def _load_json(config: ConfigFile, path: Path) -> _Refusal:
     try:
-        if autotuner.AutoTuner.get().load_configs(str(path)):
+        if load_flashinfer("autotuner").AutoTuner.get().load_configs(str(path)):
             return None
     except Exception as e:
         return "load-error", f"FlashInfer's load_configs raises {type(e).__name__}: {first_line(e)}; see synth check"
-    hard, soft = autotuner._classify_metadata_mismatches(metadata, autotuner._collect_metadata())
-    differing = ", ".join(f"{k} is {old!r}, here {new!r}" for k, (old, new) in {**hard, **soft}.items())
-    return "metadata", f"FlashInfer ignores the whole file: {differing}"
+    differing = differences(config, environment(config)).items()
+    said = ", ".join(f"{name} is {old!r}, here {new!r}" for name, (old, new) in differing)
+    return "metadata", f"FlashInfer ignores the whole file: {said}"
 
 
 @contextlib.contextmanager

@@ -22,9 +22,6 @@ from synth.gpu.asking import arch_for, parse_keys
 from synth.gpu.libraries import dtype, installed_flashinfer, load_cache, load_flashinfer, load_torch
 from synth.gpu.stub import stubbed_gpu
 
-#: What FlashInfer writes where it can't tell.
-_UNKNOWN = ("unknown", "None", None)
-
 
 @dataclass(frozen=True)
 class StoreFiles:
@@ -32,15 +29,12 @@ class StoreFiles:
 
     Attributes
     ----------
-    root : Path
-        The store's root, as FlashInfer is given it.
     folder : Path
         The environment's folder, ``<root>/v2/<hash>``.
     files : dict of str to bytes
         By name, relative to `folder`.
     """
 
-    root: Path
     folder: Path
     files: dict[str, bytes]
 
@@ -80,7 +74,7 @@ def environment(config: ConfigFile, gpu: str | None = None) -> dict[str, str]:
 
 def unknown(metadata: Mapping[str, str]) -> list[str]:
     """Return what FlashInfer can't tell of an environment."""
-    return [name for name, value in metadata.items() if value in _UNKNOWN]
+    return [name for name, value in metadata.items() if value in ("unknown", "None", None)]
 
 
 def differences(config: ConfigFile, metadata: Mapping[str, str]) -> dict[str, tuple[object, str]]:
@@ -131,7 +125,7 @@ def store_files(config: ConfigFile, root: Path, metadata: Mapping[str, str]) -> 
         folder = Path(written.env_dir)
         files = {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob("*.json"))}
         place = module.ManagedAutotuneCache(dict(metadata), root)
-        return StoreFiles(root, Path(place.env_dir), files)
+        return StoreFiles(Path(place.env_dir), files)
 
 
 def _policy(value: object) -> tuple[object, ...]:

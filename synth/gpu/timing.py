@@ -100,9 +100,10 @@ class GpuRunner:
             "cuda": torch.version.cuda,
             "torch": str(torch.__version__),
             "flashinfer": self._flashinfer,
-            "cutlass_dsl": _version("nvidia-cutlass-dsl"),
-            "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         }
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found["cutlass_dsl"] = importlib.metadata.version("nvidia-cutlass-dsl")
+        found["date"] = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
         found |= self._driver.environment()
         return {k: v for k, v in found.items() if v is not None}
 
@@ -209,12 +210,10 @@ class GpuRunner:
         assert self._bucket is not None
         _, _, inputs, config, batches = self._bucket
         with self._failures(f"gemm{stage} tactic {tactic_id} at {tokens} tokens", TacticError):
-            ms = float(
-                self._tuner.profile_tactic(self._layer.runner, inputs, tactic_id, config, batches, gemm_idx=stage)
-            )
+            ms = self._tuner.profile_tactic(self._layer.runner, inputs, tactic_id, config, batches, gemm_idx=stage)
         if not (math.isfinite(ms) and ms > 0):
             raise TacticError(f"gemm{stage} tactic {tactic_id} at {tokens} tokens: the timer gave {ms}")
-        return ms
+        return float(ms)
 
     def throttled(self) -> bool:
         """Tell whether the GPU is slowed down by heat or by a power brake, see :meth:`Driver.throttled`."""
@@ -261,13 +260,6 @@ class GpuRunner:
 def _counts(runner: Any) -> tuple[int, int]:
     module = runner.fused_moe_runner
     return int(module.get_gemm1_tactic_count()), int(module.get_gemm2_tactic_count())
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _one_line(error: BaseException) -> str:

@@ -61,22 +61,13 @@ def allocate_weights(shape: MoEShape, quant: str, device: Any) -> tuple[Any, Any
             (shape.experts, n, k // signature.weight_pack), dtype=dtype(signature.weight_dtype), device=device
         )
         for expert in weights:
-            _fill(expert, quant, k, generator)
+            values = torch.empty((n, k), dtype=torch.bfloat16, device=device).normal_(0, STD, generator=generator)
+            if quant in ("bf16", "fp8"):
+                expert.copy_(values)
+            else:
+                expert.view(torch.uint8).copy_(pack_fp4(values.float(), quant))
         made.append(weights)
     return made[0], made[1]
-
-
-def _fill(expert: Any, quant: str, k: int, generator: Any) -> None:
-    torch = load_torch()
-    if quant == "bf16":
-        expert.normal_(0, STD, generator=generator)
-        return
-    values = torch.empty((expert.shape[0], k), dtype=torch.bfloat16, device=expert.device)
-    values.normal_(0, STD, generator=generator)
-    if quant == "fp8":
-        expert.copy_(values)
-    else:
-        expert.view(torch.uint8).copy_(pack_fp4(values.float(), quant))
 
 
 def pack_fp4(values: Any, quant: str) -> Any:

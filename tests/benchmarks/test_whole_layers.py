@@ -58,6 +58,14 @@ def test_a_layers_tokens_follow_the_routing(h200: StubbedFlashInfer) -> None:
         layer.inputs(8, routing=Routing.counts([[2, 1]]))
 
 
+def test_a_served_layer_has_its_workspace_and_says_its_maximum(h200: StubbedFlashInfer, kernels: Kernels) -> None:
+    layer = served_layer(MoEShape(256, 128, 4, 2, 8), tp=2)
+    inputs = layer.inputs(16)
+    assert kernels.workspaces == [(16, 256, 128, 32, 2)]
+    assert inputs["workspace_buffer"].shape == (256,)
+    assert (inputs["tp_size"], inputs["ep_size"], inputs["tune_max_num_tokens"]) == (2, 8, 8192)
+
+
 def test_tuning_some_buckets_serves_all_token_counts_below_them(h200: StubbedFlashInfer, tmp_path: Path) -> None:
     layer = served_layer()
     path = tmp_path / "tuned.json"
