@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import re
@@ -303,8 +304,10 @@ def parse_key(text: str) -> Key:
     if len(text) > _MAX_CHARS:
         raise SynthError(f"a file key has at most {_MAX_CHARS} characters, this one {len(text)}")
     if (head := _HEAD.match(text)) is not None:
-        shapes, extras = _fields(f"('', '', ((0, 0), {text[head.end() :]}")
-        return Key(text, head[1], head[2], ((int(head[3]), int(head[4])), *shapes[1:]), extras)
+        # What is wrong with a key is said of its own text, below.
+        with contextlib.suppress(SynthError):
+            shapes, extras = _fields(f"('', '', ((0, 0), {text[head.end() :]}")
+            return Key(text, head[1], head[2], ((int(head[3]), int(head[4])), *shapes[1:]), extras)
     value = _read(text)
     return Key(text, value[0], value[1], *_fields(text))
 
