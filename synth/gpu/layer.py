@@ -50,12 +50,13 @@ class Layer:
     ) -> None:
         if quant not in ("bf16", "fp8"):
             raise SynthError(f"a whole layer can be run in bf16 and fp8, not in {quant}; time its tactics instead")
+        flashinfer = installed_flashinfer()
         self._torch, self._core = load_torch(), load_core()
         self._activation = self._core.ActivationType(activation_number(activation, shape))
         check_supported(shape, quant)
         self.shape, self.quant, self.tp = shape, quant, tp
         self.device = select_device(device)
-        load_table(architecture(self.device)[0], quant, installed_flashinfer())
+        load_table(architecture(self.device)[0], quant, flashinfer)
         with must_fit(f"the {quant} weights of {shape} don't fit into the GPU's memory"):
             self._weights = allocate_weights(shape, quant, self.device)
         self._scales = self._quant_scales()
