@@ -28,11 +28,15 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import whole_layers
+from whole_layers import ServedLayer
 
 from synth.catalog.shapes import Deployment, MoEShape, find_model
 from synth.collecting.numbers import TOLERANCE
 from synth.errors import SynthError
-from synth.gpu import runtime
+from synth.gpu.layer import FALLBACK as FALLBACK_PAIR
 
 COLUMNS = ("shape", "tokens", "label", "g1", "g2", "ms", "quant", "spread", "error")
 FALLBACK, AUTOTUNED, BUNDLED = "fallback", "autotuned", "bundled"
@@ -106,15 +110,13 @@ def run_layer(
 ) -> Iterator[Row]:
     """Time every variant of one layer; stops before the first token count that begins after `deadline`."""
     began = time.monotonic()
-    layer = runtime.Layer(
-        deployment.shape, deployment.quant, deployment.activation, tp=deployment.tp, max_tokens=max_tokens
-    )
+    layer = ServedLayer(deployment, max_tokens=max_tokens)
     say(f"{name} {deployment.shape} {deployment.quant}: allocated in {time.monotonic() - began:.1f} s")
     with tempfile.TemporaryDirectory() as folder:
         variants: list[tuple[str, Path | None]] = [*configs, *([(BUNDLED, None)] if bundled else [])]
         if autotune:
             began, tuned = time.monotonic(), Path(folder) / "autotuned.json"
-            runtime.tune(layer, tokens, tuned)
+            whole_layers.tune(layer, tokens, tuned)
             say(f"{name}: FlashInfer's autotuner took {time.monotonic() - began:.1f} s for {len(tokens)} token counts")
             variants.insert(0, (AUTOTUNED, tuned))
         for count in tokens:
@@ -125,22 +127,22 @@ def run_layer(
 
 
 def run_cell(
-    name: str, layer: runtime.Layer, tokens: int, variants: list[tuple[str, Path | None]], rounds: int
+    name: str, layer: ServedLayer, tokens: int, variants: list[tuple[str, Path | None]], rounds: int
 ) -> Iterator[Row]:
     """Time every variant of one layer at one token count."""
     inputs = layer.inputs(tokens)
     # As many as take about 2 ms with the fallback, so that starting a graph is nothing beside them.
-    fallback_ms = runtime.eager_ms(lambda: layer.call(inputs, runtime.FALLBACK))
+    fallback_ms = whole_layers.eager_ms(lambda: layer.call(inputs, FALLBACK_PAIR))
     calls = max(1, min(_MAX_CALLS, round(_GRAPH_MS / fallback_ms)))
-    pairs = {FALLBACK: runtime.FALLBACK}
+    pairs = {FALLBACK: FALLBACK_PAIR}
     errors = {FALLBACK: 0.0}
-    graphs = {FALLBACK: runtime.capture(lambda: layer.call(inputs, runtime.FALLBACK), calls)}
+    graphs = {FALLBACK: whole_layers.capture(lambda: layer.call(inputs, FALLBACK_PAIR), calls)}
     for label, path in variants:
-        with runtime.serving(path) if path else runtime.serving_bundled():
-            pairs[label] = runtime.served_pair(layer, inputs)
+        with whole_layers.serving(path) if path else whole_layers.serving_bundled():
+            pairs[label] = whole_layers.served_pair(layer, inputs)
             errors[label] = layer.relative_error(inputs)
-            graphs[label] = runtime.capture(lambda: layer.call(inputs), calls)
-    for label, times in runtime.time_interleaved(graphs, calls, rounds).items():
+            graphs[label] = whole_layers.capture(lambda: layer.call(inputs), calls)
+    for label, times in whole_layers.time_interleaved(graphs, calls, rounds).items():
         median = statistics.median(times)
         quartiles = statistics.quantiles(times, n=4) if len(times) > 1 else [median] * 3
         spread = (quartiles[2] - quartiles[0]) / median
@@ -217,7 +219,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--bundled", action="store_true", help="FlashInfer's own module for this GPU, if it has one")
     parser.add_argument("--no-autotune", action="store_true", help="leave FlashInfer's own autotuner out")
     parser.add_argument("--rounds", type=int, default=21, help="timings of each variant (default: %(default)s)")
-    parser.add_argument("--max-tokens", type=int, default=runtime.DEFAULT_MAX_TOKENS, help="tune_max_num_tokens")
+    parser.add_argument("--max-tokens", type=int, default=whole_layers.DEFAULT_MAX_TOKENS, help="tune_max_num_tokens")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin nothing new after this long")
     parser.add_argument("--out", type=Path, help="CSV file to write")
     options = parser.parse_args(arguments)

@@ -38,7 +38,9 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import whole_layers
 from layer import parse_layer, say, table_writer
+from whole_layers import ServedLayer
 
 from synth.catalog.devices import get_device
 from synth.catalog.paths import find_model, shipped
@@ -49,7 +51,6 @@ from synth.collecting.numbers import TOLERANCE
 from synth.errors import SynthError
 from synth.flashinfer.buckets import map_to_bucket
 from synth.flashinfer.tactics import DEFAULT_FLASHINFER
-from synth.gpu import runtime
 from synth.performance.model import Cells, PerformanceModel
 from synth.performance.routing import UNIFORM, Routing
 from synth.timings.measurements import Timings, load, times_by_bucket
@@ -184,21 +185,21 @@ def times(
 
 
 def run_cell(
-    name: str, layer: runtime.Layer, source: Source, tokens: int, routing: Routing, size: int, draws: int, rounds: int
+    name: str, layer: ServedLayer, source: Source, tokens: int, routing: Routing, size: int, draws: int, rounds: int
 ) -> Iterator[Row]:
     """Time every pair of candidates of one layer at one token count under one routing."""
     bucket = map_to_bucket(tokens, layer.max_tokens)
     stages = candidates(source, layer.shape, bucket, routing, size)
-    inputs = [layer.inputs(tokens, routing, sample) for sample in range(draws)]
+    inputs = [layer.inputs(tokens, sample, routing) for sample in range(draws)]
     chosen = (stages[1].uniform, stages[2].uniform), (stages[1].routed, stages[2].routed)
     pairs = list(dict.fromkeys([*chosen, *itertools.product(stages[1].ids, stages[2].ids)]))
-    once_ms = runtime.eager_ms(lambda: layer.call(inputs[0], pairs[0]))
+    once_ms = whole_layers.eager_ms(lambda: layer.call(inputs[0], pairs[0]))
     cycles = max(1, min(_MAX_CALLS // draws, round(_GRAPH_MS / once_ms / draws)))
     errors, graphs = {}, {}
     for pair in pairs:
         errors[pair] = layer.relative_error(inputs[0], pair)
-        graphs[f"{pair[0]},{pair[1]}"] = runtime.capture(in_turn(layer, inputs, pair), cycles * draws)
-    timed = runtime.time_interleaved(graphs, cycles * draws, rounds)
+        graphs[f"{pair[0]},{pair[1]}"] = whole_layers.capture(in_turn(layer, inputs, pair), cycles * draws)
+    timed = whole_layers.time_interleaved(graphs, cycles * draws, rounds)
     table = source.model.table
     for pair in pairs:
         ms = timed[f"{pair[0]},{pair[1]}"]
@@ -212,7 +213,7 @@ def run_cell(
         )  # fmt: skip
 
 
-def in_turn(layer: runtime.Layer, inputs: Sequence[dict[str, Any]], pair: tuple[int, int]) -> Callable[[], object]:
+def in_turn(layer: ServedLayer, inputs: Sequence[dict[str, Any]], pair: tuple[int, int]) -> Callable[[], object]:
     """Return a function that runs the layer with the next of the inputs at each call."""
     following = itertools.cycle(inputs)
     return lambda: layer.call(next(following), pair)
@@ -225,9 +226,7 @@ def run_layer(
     """Time one layer; what fails is kept in `errors`."""
     began, layer = time.monotonic(), None
     with failures(name, errors):
-        layer = runtime.Layer(
-            deployment.shape, deployment.quant, deployment.activation, tp=deployment.tp, max_tokens=options.max_tokens
-        )
+        layer = ServedLayer(deployment, max_tokens=options.max_tokens)
         say(f"{name} {deployment.shape} {deployment.quant}: allocated in {time.monotonic() - began:.1f} s")
     for count, routing in itertools.product(tokens, routings):
         if layer is None or len(errors) >= MAX_ERRORS:
@@ -313,7 +312,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--candidates", type=int, default=4, help="tactics of each stage (default: %(default)s)")
     parser.add_argument("--draws", type=int, default=4, help="draws of the routing (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=11, help="timings of each pair (default: %(default)s)")
-    parser.add_argument("--max-tokens", type=int, default=runtime.DEFAULT_MAX_TOKENS, help="tune_max_num_tokens")
+    parser.add_argument("--max-tokens", type=int, default=whole_layers.DEFAULT_MAX_TOKENS, help="tune_max_num_tokens")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin nothing new after this long")
     parser.add_argument("--dry-run", action="store_true", help="print what would be timed, without a GPU")
     parser.add_argument("--out", type=Path, help="CSV file to write")

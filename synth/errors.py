@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 
 class SynthError(Exception):
     """Bad input. The message is one line that names the file, row or option and the way out.
@@ -28,3 +31,13 @@ class TacticError(Exception):
 
 class StickyError(Exception):
     """The CUDA context is lost; only a new process can go on."""
+
+
+def pip_install(*packages: str) -> str:
+    """Return a command that installs packages for the Python that runs this, whichever one PATH has."""
+    import shlex
+    import shutil
+
+    on_path = shutil.which("python")
+    is_this = on_path is not None and os.path.dirname(on_path) == os.path.dirname(sys.executable)
+    return f"{'python' if is_this else shlex.quote(sys.executable)} -m pip install {' '.join(packages)}"

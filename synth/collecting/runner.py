@@ -86,4 +86,4 @@ class RunnerSpec:
 
 
 #: Times tactics on the GPU in front of it.
-GPU_RUNNER = RunnerSpec("synth.gpu.runtime:GpuRunner")
+GPU_RUNNER = RunnerSpec("synth.gpu.timing:GpuRunner")

@@ -310,7 +310,7 @@ def verify(
 def gpu_comparator(layer: Layer) -> ComparatorSpec:
     """Return how to compare numbers of a layer on the GPU in front of it."""
     options = {"shape": layer.shape, "quant": layer.quant, "activation": layer.activation}
-    return ComparatorSpec("synth.gpu.runtime:LayerComparator", options)
+    return ComparatorSpec("synth.gpu.layer:LayerComparator", options)
 
 
 def report(layer: Layer, found: Verification | Standing) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import re
@@ -89,7 +90,21 @@ def signature_keys(
         raise SynthError(f"stage must be 1 or 2, not {stage}")
     if bucket < 1:
         raise SynthError(f"a token bucket must be at least 1, not {bucket}")
-    values: dict[str, Extra] = {
+    values = call_extras(deployment, signature, arch, fused_finalize=fused_finalize)
+    return render_keys(contract_for(flashinfer), OPS[stage], _shapes(deployment, signature, bucket), values)
+
+
+def call_extras(
+    deployment: Deployment, signature: CallSignature, arch: str, *, fused_finalize: bool = True
+) -> dict[str, Extra]:
+    """Return the extras of a call's keys by name, those that no engine sets included.
+
+    Raises
+    ------
+    SynthError
+        As :func:`activation_number`.
+    """
+    return {
         "x_dtype": signature.x_dtype,
         "weight_dtype": signature.weight_dtype,
         "output_dtype": BF16,
@@ -105,22 +120,26 @@ def signature_keys(
         "use_wfp4afp8_humming": False,
         "min_latency_mode": False,
         "enable_pdl": arch_number(arch) >= 90,
-        "activation_type": _activation_number(deployment),
+        "activation_type": activation_number(deployment.activation, deployment.shape),
         "use_packed_weights": False,
         "use_fused_finalize": fused_finalize,
     }
-    return render_keys(contract_for(flashinfer), OPS[stage], _shapes(deployment, signature, bucket), values)
 
 
-def _activation_number(deployment: Deployment) -> int:
-    try:
-        number = ACTIVATIONS[deployment.activation]
-    except KeyError:
-        known = ", ".join(ACTIVATIONS)
-        raise SynthError(f"activation {deployment.activation!r} is not known; known: {known}") from None
-    if ACTIVATION_TYPES[number][1] != deployment.shape.gated:
-        has = "has a gate" if ACTIVATION_TYPES[number][1] else "has no gate"
-        raise SynthError(f"{deployment.activation} {has}, but the shape {deployment.shape} says otherwise")
+def activation_number(activation: str, shape: MoEShape) -> int:
+    """Return FlashInfer's number of an activation.
+
+    Raises
+    ------
+    SynthError
+        When the activation is not known, or has a gate where the shape has none, or the other way round.
+    """
+    number = ACTIVATIONS.get(activation)
+    if number is None:
+        raise SynthError(f"activation {activation!r} is not known; known: {', '.join(ACTIVATIONS)}")
+    gated = ACTIVATION_TYPES[number][1]
+    if gated != shape.gated:
+        raise SynthError(f"{activation} has {'a' if gated else 'no'} gate, but the shape {shape} says otherwise")
     return number
 
 
@@ -355,8 +374,9 @@ def parse_key(text: str) -> Key:
     if len(text) > _MAX_CHARS:
         raise SynthError(f"a file key has at most {_MAX_CHARS} characters, this one {len(text)}")
     if (head := _HEAD.match(text)) is not None:
-        # What follows the bucket is read once for all keys of a layer and call.
-        return Key(text, head[1], head[2], int(head[3]), _call(text[head.end() :]))
+        # What follows the bucket is read once for all keys of a layer and call; errors are of the whole text, below.
+        with contextlib.suppress(SynthError):
+            return Key(text, head[1], head[2], int(head[3]), _call(text[head.end() :]))
     op, runner, shapes, *extras = _read(text)
     return Key(text, op, runner, shapes[0][0], _as_call(text, shapes, extras))
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from synth.gpu.replay import installed_flashinfer, replay_file, replay_store
+from synth.gpu.libraries import installed_flashinfer
+from synth.gpu.replay import replay_file, replay_store
 from synth.gpu.store import default_root, differences, environment, gpu_here, store_files, unknown
 
 __all__ = [

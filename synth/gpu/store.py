@@ -7,7 +7,6 @@ of exactly the environment in which it was written.
 
 from __future__ import annotations
 
-import importlib
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,10 +18,9 @@ from synth.errors import SynthError
 from synth.flashinfer.calls import Dtype
 from synth.flashinfer.keys import Key, parse_key
 from synth.flashinfer.versions import POLICY, RUNNER
-from synth.gpu.replay import arch_for, cache_module, installed_flashinfer, stubbed_gpu
-
-#: What FlashInfer writes where it can't tell.
-_UNKNOWN = ("unknown", "None", None)
+from synth.gpu.asking import arch_for
+from synth.gpu.libraries import dtype, installed_flashinfer, load_cache, load_flashinfer, load_torch
+from synth.gpu.stub import stubbed_gpu
 
 
 @dataclass(frozen=True)
@@ -31,28 +29,25 @@ class StoreFiles:
 
     Attributes
     ----------
-    root : Path
-        The store's root, as FlashInfer is given it.
     folder : Path
         The environment's folder, ``<root>/v2/<hash>``.
     files : dict of str to bytes
         By name, relative to `folder`.
     """
 
-    root: Path
     folder: Path
     files: dict[str, bytes]
 
 
 def default_root() -> Path:
     """Return where the installed FlashInfer keeps its store: by its own variable, or in its cache."""
-    return Path(cache_module().get_default_cache_root())
+    return Path(load_cache().get_default_cache_root())
 
 
 def gpu_here() -> str | None:
     """Return the GPU's name as torch reports it; None without one."""
     installed_flashinfer()
-    torch = importlib.import_module("torch")
+    torch = load_torch()
     try:
         return str(torch.cuda.get_device_name(torch.cuda.current_device()))
     except Exception:
@@ -69,21 +64,22 @@ def environment(config: Config, gpu: str | None = None) -> dict[str, str]:
         The name of a GPU that isn't here and is to be stood for. By default the one that is.
     """
     installed_flashinfer()
-    autotuner = importlib.import_module("flashinfer.autotuner.autotuner")
+    collect = load_flashinfer("autotuner.autotuner")._collect_metadata
     if gpu is None:
-        return dict(autotuner._collect_metadata())
-    with stubbed_gpu(gpu, arch_for(config, gpu)):
-        return dict(autotuner._collect_metadata())
+        return dict(collect())
+    keys = [entry.key for entry in config.entries if entry.key is not None]
+    with stubbed_gpu(gpu, arch_for(keys, gpu)):
+        return dict(collect())
 
 
 def unknown(metadata: Mapping[str, str]) -> list[str]:
     """Return what FlashInfer can't tell of an environment."""
-    return [name for name, value in metadata.items() if value in _UNKNOWN]
+    return [name for name, value in metadata.items() if value in ("unknown", "None", None)]
 
 
 def differences(config: Config, metadata: Mapping[str, str]) -> dict[str, tuple[object, str]]:
     """Return in what a config is not for an environment, by FlashInfer's own comparison: name → (config's, here)."""
-    autotuner = importlib.import_module("flashinfer.autotuner.autotuner")
+    autotuner = load_flashinfer("autotuner.autotuner")
     hard, soft = autotuner._classify_metadata_mismatches(config.metadata, dict(metadata))
     return {**hard, **soft}
 
@@ -105,7 +101,7 @@ def store_files(config: Config, root: Path, metadata: Mapping[str, str]) -> Stor
     SynthError
         When FlashInfer writes an entry that it doesn't find again, or a key isn't one that it could write.
     """
-    module = cache_module()
+    module = load_cache()
     with tempfile.TemporaryDirectory(prefix="synth-store-") as temporary:
         written = module.ManagedAutotuneCache(dict(metadata), temporary)
         for entry in config.entries:
@@ -128,7 +124,7 @@ def store_files(config: Config, root: Path, metadata: Mapping[str, str]) -> Stor
         folder = Path(written.env_dir)
         files = {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob("*.json"))}
         place = module.ManagedAutotuneCache(dict(metadata), root)
-        return StoreFiles(root, Path(place.env_dir), files)
+        return StoreFiles(Path(place.env_dir), files)
 
 
 def _policy(value: object) -> tuple[object, ...]:
@@ -138,12 +134,9 @@ def _policy(value: object) -> tuple[object, ...]:
 
 def _key_fields(key: Key) -> tuple[Any, ...]:
     """Return a key as FlashInfer has it in memory, with torch's dtypes."""
-    torch = importlib.import_module("torch")
-    extras = []
-    for value in key.extras or ():
-        dtype = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, Dtype) else value
-        if isinstance(value, Dtype) and not isinstance(dtype, torch.dtype):
-            raise SynthError(f"torch has no dtype {value}, which {key.text!r} names; see synth check")
-        extras.append(dtype)
+    try:
+        extras = [dtype(value) if isinstance(value, Dtype) else value for value in key.extras or ()]
+    except SynthError as e:
+        raise SynthError(f"{e}, which {key.text!r} names; see synth check") from None
     head = (key.op, key.runner, key.shapes)
     return head if key.extras is None else (*head, tuple(extras))

@@ -18,10 +18,8 @@ from synth.servers.placing import Change
 
 
 class StoreFiles(Protocol):
-    """Files of a managed store: below which root, in which folder, and each file's content by its name there."""
+    """Files of a managed store: in which folder, and each file's content by its name there."""
 
-    @property
-    def root(self) -> Path: ...
     @property
     def folder(self) -> Path: ...
     @property

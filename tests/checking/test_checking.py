@@ -127,7 +127,7 @@ def test_entries_that_crash_the_server(write: Write, value: object, error: str) 
     assert error in findings[0].message
 
     pytest.importorskip("flashinfer.autotuner")
-    from synth.gpu.replay import stubbed_gpu
+    from synth.gpu.stub import stubbed_gpu
 
     with stubbed_gpu(H200, "sm90") as stub, pytest.raises(Exception) as raised:
         stub.tuner.load_configs(str(path))
@@ -139,7 +139,7 @@ def test_records_that_are_no_object_crash_the_server(write: Write) -> None:
     assert codes(check(path)) == ["crash"]
 
     pytest.importorskip("flashinfer.autotuner")
-    from synth.gpu.replay import stubbed_gpu
+    from synth.gpu.stub import stubbed_gpu
 
     with stubbed_gpu(H200, "sm90") as stub, pytest.raises(ValueError, match="records"):
         stub.tuner.load_configs(str(path))
@@ -239,7 +239,7 @@ def test_no_metadata_is_a_danger(write: Write) -> None:
     assert codes(check(path)) == ["no-metadata"]
 
     pytest.importorskip("flashinfer.autotuner")
-    from synth.gpu.replay import stubbed_gpu
+    from synth.gpu.stub import stubbed_gpu
 
     with stubbed_gpu("Another GPU", "sm90") as stub:
         assert stub.tuner.load_configs(str(path))
@@ -255,7 +255,7 @@ def test_unknown_metadata_lets_flashinfer_overwrite_the_file(write: Write) -> No
     message = check(path)[0].message
 
     pytest.importorskip("flashinfer.autotuner")
-    from synth.gpu.replay import stubbed_gpu
+    from synth.gpu.stub import stubbed_gpu
 
     with stubbed_gpu(H200, "sm90") as stub:
         assert not stub.tuner.load_configs(str(path))

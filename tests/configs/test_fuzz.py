@@ -42,7 +42,7 @@ from synth.flashinfer.keys import file_keys
 from synth.flashinfer.legality import runnable_ids, smem_block_bytes
 from synth.flashinfer.tactics import load_table
 from synth.flashinfer.versions import POLICY, build_metadata
-from synth.gpu.replay import stubbed_gpu
+from synth.gpu.stub import stubbed_gpu
 
 #: Damaged files of each kind; 10,000 in all.
 JSON_FILES, MODULES, STORES = 6000, 2500, 1500

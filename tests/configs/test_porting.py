@@ -28,7 +28,7 @@ from synth.flashinfer.buckets import token_buckets
 from synth.flashinfer.keys import file_keys, parse_key
 from synth.flashinfer.tactics import known_versions, load_table, load_tables
 from synth.flashinfer.versions import build_metadata, contract_for, entry_id, served_id
-from synth.gpu.replay import stubbed_gpu
+from synth.gpu.stub import stubbed_gpu
 
 SERVER = "NVIDIA RTX PRO 6000 Blackwell Server Edition"
 GLM = next(iter(deployments([find_layer("glm-5-tp8")], quants=["nvfp4"])))

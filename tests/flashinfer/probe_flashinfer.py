@@ -1,7 +1,7 @@
 """Which tactics the FlashInfer in a folder serves from a config: run as ``probe_flashinfer.py FOLDER REQUEST``.
 
 A process of its own, because the folder holds another FlashInfer than the installed one. The GPU is stubbed as in
-:func:`synth.gpu.replay.stubbed_gpu`, with means that exist in every release; keys, buckets, loaders and the
+:func:`synth.gpu.stub.stubbed_gpu`, with means that exist in every release; keys, buckets, loaders and the
 metadata check are FlashInfer's own. `REQUEST` is a JSON file, the answer the last line that is printed, JSON, too.
 """
 

@@ -29,7 +29,7 @@ from synth.flashinfer.versions import (
     entry_id,
     served_id,
 )
-from synth.gpu.replay import StubbedFlashInfer, stubbed_gpu
+from synth.gpu.stub import StubbedFlashInfer, stubbed_gpu
 
 NVFP4_TP8 = Deployment("deepseek-v3", 8, 1, "nvfp4", "swiglu", False, MoEShape(7168, 256, 256, 8))
 
@@ -219,6 +219,14 @@ def test_keys_of_versions_with_ranks_cover_every_rank() -> None:
     assert ranks == {(t, e) for t in range(2) for e in range(4)}
     assert len(keys) == 8
     assert all(unreachable(k, "0.7.1") is None for k in keys)
+
+
+def test_what_is_wrong_with_a_key_is_said_of_its_own_text() -> None:
+    (text, *_) = file_keys(
+        Deployment("any", 1, 1, "bf16", "swiglu", False, MoEShape(2048, 512, 16, 8)), "vllm", 64, 2, "sm90"
+    )
+    with pytest.raises(SynthError, match=r"^\"\('trtllm::fused_moe::gemm2', 'MoERunner', .* is not a file key"):
+        parse_key(text[:-3])
 
 
 def test_old_keys_have_the_forms_of_their_versions() -> None:

@@ -16,9 +16,10 @@ from synth.cli import main
 from synth.configs.reading import read
 from synth.errors import SynthError
 from synth.flashinfer.versions import build_metadata
-from synth.gpu import replay as replaying
-from synth.gpu.replay import StubbedFlashInfer, replay_file, replay_store, stubbed_gpu
+from synth.gpu.asking import Asking
+from synth.gpu.replay import replay, replay_file, replay_store
 from synth.gpu.store import environment, gpu_here, store_files
+from synth.gpu.stub import StubbedFlashInfer, stubbed_gpu
 from synth.servers.placing import KEPT
 
 pytest.importorskip("flashinfer.autotune_cache")
@@ -67,30 +68,29 @@ def test_flashinfers_strict_replay_accepts_a_whole_store_and_not_one_that_lacks_
 ) -> None:
     module = importlib.import_module("flashinfer.autotune_cache")
     config = read(write())
-    keys = {e.text: e.key for e in config.entries if e.key is not None}
 
-    def ask() -> tuple[Any, replaying._Tally]:
-        tally = replaying._Tally({e.text: e.tactic_id for e in config.entries}, keys)
+    def ask() -> tuple[Any, Asking]:
+        asking = Asking(config)
         with (
             stubbed_gpu(H200, "sm90") as stub,
             module.autotune_v2(
                 mode="replay", cache_root=tmp_path, cache_scope="context", strict_replay=True
             ) as coverage,
         ):
-            replaying._ask(stub, tally, replaying._layers(tally, "0.7.4"), "0.7.4")
-        return coverage, tally
+            asking.ask(stub)
+        return coverage, asking
 
     with stubbed_gpu(H200, "sm90"):
         install(write(), "flashinfer", folder=tmp_path)
         store = cache(tmp_path)
-    coverage, tally = ask()
-    assert (coverage.misses, coverage.skipped, tally.misses) == (0, 0, {}) and coverage.hits >= tally.hits
+    coverage, asking = ask()
+    assert (coverage.misses, coverage.skipped, asking.misses) == (0, 0, {}) and coverage.hits >= asking.hits
 
     lost = config.entries[0].text
     store._entry_path(lost).unlink()
-    coverage, tally = ask()
+    coverage, asking = ask()
     assert coverage.misses > 0
-    assert any(key == lost and "strict" in miss.reason.lower() for (key, _), miss in tally.misses.items())
+    assert any(key == lost and "strict" in miss.reason.lower() for (key, _), miss in asking.misses.items())
 
 
 def test_the_store_is_what_flashinfer_itself_preloads(write: Write, tmp_path: Path, h200: StubbedFlashInfer) -> None:
@@ -156,7 +156,7 @@ def test_a_store_is_replayed_by_its_folder(
     write: Write, tmp_path: Path, h200: StubbedFlashInfer, environments_folder: bool
 ) -> None:
     done = install(write(), "flashinfer", folder=tmp_path / "store")
-    report = replaying.replay(done.folder if environments_folder else tmp_path / "store")
+    report = replay(done.folder if environments_folder else tmp_path / "store")
     assert report.ok and (report.keys, report.hits) == (done.entries, report.lookups)
 
 

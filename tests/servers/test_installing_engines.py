@@ -31,7 +31,7 @@ from synth.flashinfer.buckets import token_buckets
 from synth.flashinfer.keys import file_keys
 from synth.flashinfer.tactics import load_table
 from synth.flashinfer.versions import build_metadata
-from synth.gpu.replay import StubbedFlashInfer, stubbed_gpu
+from synth.gpu.stub import StubbedFlashInfer, stubbed_gpu
 from synth.servers.places import LAYOUTS, search_root
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
