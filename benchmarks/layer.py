@@ -30,9 +30,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from synth.catalog.shapes import Deployment, MoEShape, find_model
-from synth.collecting.numbers import TOLERANCE
 from synth.errors import SynthError
 from synth.gpu import runtime
+from synth.timings.records import TOLERANCE
 
 COLUMNS = ("shape", "tokens", "label", "g1", "g2", "ms", "quant", "spread", "error")
 FALLBACK, AUTOTUNED, BUNDLED = "fallback", "autotuned", "bundled"

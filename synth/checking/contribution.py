@@ -23,7 +23,6 @@ from synth.catalog.schemes import QUANTS, STAGES
 from synth.catalog.shapes import MoEShape
 from synth.checking.check import check, summary
 from synth.choosing.emission import config_name
-from synth.collecting.numbers import TOLERANCE
 from synth.configs.formats import ConfigEntry, ConfigFile, dumps_bundled, dumps_json, read
 from synth.configs.porting import version_of
 from synth.configs.sidecar import Record, Sidecar, sidecar_path
@@ -33,9 +32,10 @@ from synth.flashinfer.keys import parse_key
 from synth.flashinfer.tactics import Tactic, load_table
 from synth.flashinfer.versions import build_metadata
 from synth.gpu.replay import replay
-from synth.timings.agreed import Agreement, load_agreed
-from synth.timings.denied import DENIED
-from synth.timings.measurements import Problem, Timings, load, times_by_bucket
+from synth.timings.folders import load
+from synth.timings.records import DENIED, TOLERANCE, Agreement, load_agreed
+from synth.timings.rows import Problem
+from synth.timings.table import Timings, times_by_bucket
 
 #: Why an entry isn't for others, in the order in which they are printed.
 REASONS = {

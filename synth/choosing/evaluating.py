@@ -49,7 +49,9 @@ from synth.performance.evaluation import (
 from synth.performance.geometry import Floats, Ints
 from synth.performance.model import Cells, PerformanceModel
 from synth.performance.posterior import NEAR
-from synth.timings.measurements import Timings, read_table
+from synth.timings.flat import read_flat
+from synth.timings.folders import combine
+from synth.timings.table import Timings
 
 #: The quantization whose figures stand at the top of the JSON when there are several.
 _REFERENCE = "bf16"
@@ -389,7 +391,7 @@ def against_table(
     """
     results = []
     refused_all: list[str] = []
-    for timings in read_table(path, device.name, device.tactics_arch, flashinfer, problems=problems):
+    for timings in combine(read_flat(path, device.name, device.tactics_arch, flashinfer, problems=problems)):
         origin = timings.origin
         if quant not in (None, origin.quant):
             continue

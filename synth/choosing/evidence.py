@@ -36,7 +36,8 @@ from synth.performance.layers import LayerModel, LayerTimes
 from synth.performance.model import Cells, PerformanceModel
 from synth.performance.roofline import NEUTRAL, Hardware, Roofline
 from synth.performance.routing import Routing
-from synth.timings.measurements import Timings, load
+from synth.timings.folders import load
+from synth.timings.table import Timings
 
 LAYER_COLUMNS = (
     "framework", "device", "moe_dtype", "num_tokens", "hidden_size", "inter_size", "topk", "num_experts",

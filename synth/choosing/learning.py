@@ -30,7 +30,7 @@ from synth.performance.geometry import Floats, Ints, least_by
 from synth.performance.model import Cells, PerformanceModel, Prediction, swept_buckets
 from synth.performance.posterior import NEAR, Posterior, Timed, noise_sd, update
 from synth.performance.roofline import NEUTRAL, Roofline
-from synth.timings.measurements import Timings
+from synth.timings.table import Timings
 
 #: Ways to choose what to time.
 WAYS = ("active", "stratified", "random")

@@ -21,7 +21,7 @@ from synth.performance.evaluation import Judge, held_out_groups, held_out_model
 from synth.performance.geometry import Floats, least_by
 from synth.performance.model import Cells, PerformanceModel
 from synth.performance.ties import pick, tie_order
-from synth.timings.measurements import Timings
+from synth.timings.table import Timings
 
 #: The tactics to choose from, and which of them stands for a fallback: SM120's tables hold one kind each.
 _KINDS: tuple[tuple[str, Callable[[Tactic], bool]], ...] = (

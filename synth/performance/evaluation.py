@@ -17,7 +17,7 @@ from synth.errors import SynthError
 from synth.performance.geometry import Floats, Ints, least_by
 from synth.performance.model import Cells, PerformanceModel, Prediction
 from synth.performance.ties import pick, tie_order
-from synth.timings.measurements import Timings, times_by_bucket
+from synth.timings.table import Timings, times_by_bucket
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ from synth.performance.calibration import learn
 from synth.performance.evaluation import TIME_TREES, Calibration, Evaluation, baselines, calibrate, held_out_model
 from synth.performance.model import PerformanceModel
 from synth.performance.posterior import NEAR
-from synth.timings.measurements import Timings
+from synth.timings.table import Timings
 
 
 @dataclass(frozen=True)

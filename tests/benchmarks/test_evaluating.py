@@ -15,7 +15,8 @@ from synth.performance.evaluation import Judge
 from synth.performance.fitting import save
 from synth.performance.model import Cells, PerformanceModel
 from synth.reporting.console import study as study_table
-from synth.timings.measurements import Timings, load
+from synth.timings.folders import load
+from synth.timings.table import Timings
 
 SHIPPED = Path(__file__).parents[2] / "measurements"
 H200 = get_device("NVIDIA H200")

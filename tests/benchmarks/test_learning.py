@@ -8,7 +8,8 @@ import pytest
 from synth.choosing.learning import HeldOut, Point, hold_out_and_replay, known_device, new_device, swept_shapes
 from synth.choosing.plan import timing_seconds
 from synth.performance.model import PerformanceModel
-from synth.timings.measurements import Timings, load
+from synth.timings.folders import load
+from synth.timings.table import Timings
 
 SHIPPED = Path(__file__).parents[2] / "measurements"
 BUCKETS = [1, 16, 128, 1024]

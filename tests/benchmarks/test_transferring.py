@@ -18,7 +18,9 @@ from synth.choosing.transferring import TransferScore, transfers
 from synth.cli import main
 from synth.performance.evaluation import Judge
 from synth.reporting.console import transfer_tables
-from synth.timings.measurements import ShapeTimings, Timings, load, read, write
+from synth.timings.files import read, write
+from synth.timings.folders import load
+from synth.timings.table import ShapeTimings, Timings
 
 SHIPPED = Path(__file__).parents[2] / "measurements"
 #: Layers that were timed in both quantizations, of three families.
