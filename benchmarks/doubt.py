@@ -35,7 +35,7 @@ from synth.performance.geometry import Ints
 from synth.performance.held_out import held_out_model, swept_shapes, workers
 from synth.performance.posterior import NEAR
 from synth.reporting.console import progress, table
-from synth.timings.measurements import Timings
+from synth.timings.table import Timings
 
 #: Two choices this near by their mean time are as good as equal.
 _AS_GOOD = 0.005

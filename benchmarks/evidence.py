@@ -38,7 +38,8 @@ from synth.performance.roofline import NEUTRAL, Hardware, Roofline
 from synth.performance.routing import Routing
 from synth.reporting.console import progress
 from synth.reporting.console import table as print_table
-from synth.timings.measurements import Timings, load
+from synth.timings.folders import load
+from synth.timings.table import Timings
 
 #: Layers of which more than this share is around the GEMMs say nothing of the gain of tactics.
 _AROUND = 0.3

@@ -52,7 +52,11 @@ from synth.performance.analytical import analytical_model, structure
 from synth.performance.evaluation import Evaluation, Judge
 from synth.performance.model import Cells, PerformanceModel, predictor
 from synth.performance.roofline import DEFAULTS, NEUTRAL, Roofline
-from synth.timings.measurements import Origin, Row, ShapeTimings, Timings, combine, load, write
+from synth.timings.files import write
+from synth.timings.folders import combine, load
+from synth.timings.origin import Origin
+from synth.timings.rows import Row
+from synth.timings.table import ShapeTimings, Timings
 
 DEVICE = "NVIDIA H200"
 SYNTHETIC = "NVIDIA RTX PRO 6000 Blackwell Server Edition"

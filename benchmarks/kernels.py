@@ -57,7 +57,7 @@ from synth.flashinfer.kernels import LIMITS, RESERVED_SMEM, Kernel, load_kernels
 from synth.flashinfer.tactics import DEFAULT_FLASHINFER, Tactic, TacticTable, load_table
 from synth.performance.geometry import sites
 from synth.performance.roofline import Hardware, tactic_columns, work
-from synth.timings.measurements import load
+from synth.timings.folders import load
 
 QUANTS = {"sm90": ("bf16", "fp8"), "sm120": ("nvfp4", "bf16", "fp8", "mxfp8_mxfp4")}
 _CUTLASS_ARCH = {"sm90": "9.0a", "sm120": "12.0a"}

@@ -34,9 +34,9 @@ import whole_layers
 from whole_layers import ServedLayer
 
 from synth.catalog.shapes import Deployment, MoEShape, find_model
-from synth.collecting.numbers import TOLERANCE
 from synth.errors import SynthError
 from synth.gpu.layer import FALLBACK as FALLBACK_PAIR
+from synth.timings.records import TOLERANCE
 
 COLUMNS = ("shape", "tokens", "label", "g1", "g2", "ms", "quant", "spread", "error")
 FALLBACK, AUTOTUNED, BUNDLED = "fallback", "autotuned", "bundled"

@@ -31,7 +31,7 @@ from synth.performance.evaluation import Judge, held_out_groups
 from synth.performance.geometry import Ints
 from synth.performance.held_out import swept_shapes, workers
 from synth.reporting.console import progress, table
-from synth.timings.measurements import Timings
+from synth.timings.table import Timings
 
 #: Source of the passes that were swept before synth could collect; their shapes are also looked at alone …
 _FIRST_SWEEPS = "exhaustive sweep"

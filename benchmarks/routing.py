@@ -47,13 +47,14 @@ from synth.catalog.paths import find_model, shipped
 from synth.catalog.schemes import STAGES
 from synth.catalog.shapes import Deployment, MoEShape
 from synth.choosing.choose import carried_over, choose
-from synth.collecting.numbers import TOLERANCE
 from synth.errors import SynthError
 from synth.flashinfer.buckets import map_to_bucket
 from synth.flashinfer.tactics import DEFAULT_FLASHINFER
 from synth.performance.model import Cells, PerformanceModel
 from synth.performance.routing import UNIFORM, Routing
-from synth.timings.measurements import Timings, load, times_by_bucket
+from synth.timings.folders import load
+from synth.timings.records import TOLERANCE
+from synth.timings.table import Timings, times_by_bucket
 
 COLUMNS = (
     "layer", "tokens", "routing", "chosen_for", "g1", "g2", "tactic1", "tactic2", "ms", "q25", "q75", "rounds",

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from synth.catalog.paths import model_file, shipped
 from synth.performance.model import Cells, PerformanceModel
-from synth.timings.measurements import load
+from synth.timings.folders import load
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -36,7 +36,7 @@ from synth.performance.model import Cells, PerformanceModel
 from synth.performance.ties import pick, tie_order
 from synth.reporting.console import progress
 from synth.reporting.console import table as print_table
-from synth.timings.measurements import Timings
+from synth.timings.table import Timings
 
 #: The tactics to choose from, and which of them stands for a fallback: SM120's tables hold one kind each.
 _KINDS: tuple[tuple[str, Callable[[Tactic], bool]], ...] = (

@@ -39,7 +39,7 @@ from synth.errors import SynthError
 from synth.flashinfer.tactics import DEFAULT_FLASHINFER
 from synth.performance.model import PerformanceModel, predictor
 from synth.reporting.console import table, verification
-from synth.timings.measurements import load
+from synth.timings.folders import load
 
 #: Seconds of starting processes and choosing that a layer takes beside its sweep and its spot checks.
 _OVERHEAD_S = 45.0

@@ -32,7 +32,7 @@ from synth.performance.geometry import Floats, Ints, sites
 from synth.performance.held_out import swept_shapes, workers
 from synth.performance.roofline import Hardware, tactic_columns, work
 from synth.reporting.console import progress, table
-from synth.timings.measurements import Timings
+from synth.timings.table import Timings
 
 #: Up to this many tokens are decode, above ``_PREFILL`` they are prefill.
 _DECODE, _PREFILL = 16, 2048

@@ -20,7 +20,8 @@ from synth.flashinfer.keys import file_keys
 from synth.flashinfer.tactics import load_table
 from synth.flashinfer.versions import build_metadata
 from synth.performance.model import PerformanceModel
-from synth.timings.measurements import Timings, load
+from synth.timings.folders import load
+from synth.timings.table import Timings
 
 # Shared machines make single examples slow at times; that says nothing about the code.
 settings.register_profile("synth", deadline=None)

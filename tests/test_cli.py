@@ -26,7 +26,10 @@ from synth.performance.analytical import analytical_model, structure
 from synth.performance.fitting import save
 from synth.performance.model import Cells, PerformanceModel
 from synth.performance.roofline import Roofline
-from synth.timings.measurements import Row, ShapeTimings, load, read, write
+from synth.timings.files import read, write
+from synth.timings.folders import load
+from synth.timings.rows import Row
+from synth.timings.table import ShapeTimings
 
 ROOT = Path(__file__).parent.parent
 MEASUREMENTS = ROOT / "measurements"

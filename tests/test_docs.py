@@ -15,7 +15,7 @@ from synth.catalog.shapes import MoEShape
 from synth.choosing.emission import config_name
 from synth.cli import SECTIONS, main
 from synth.configs.sidecar import sidecar_path
-from synth.timings.measurements import Origin
+from synth.timings.origin import Origin
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])

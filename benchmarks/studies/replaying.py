@@ -29,7 +29,7 @@ from synth.performance.held_out import assembled, each_held_out, held_out_model,
 from synth.performance.model import Cells, PerformanceModel, Prediction
 from synth.performance.posterior import NEAR, Posterior, Timed, noise_sd, update
 from synth.performance.roofline import NEUTRAL, Roofline
-from synth.timings.measurements import Timings
+from synth.timings.table import Timings
 
 #: Ways to choose what to time.
 WAYS = ("active", "stratified", "random")

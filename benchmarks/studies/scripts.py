@@ -13,7 +13,7 @@ from synth.catalog.devices import get_device
 from synth.catalog.schemes import QUANTS
 from synth.commands.options import flashinfer_option, load_timings
 from synth.errors import SynthError
-from synth.timings.measurements import Timings
+from synth.timings.table import Timings
 
 F = TypeVar("F", bound=Callable[..., Any])
 

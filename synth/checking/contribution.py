@@ -16,7 +16,6 @@ from synth.catalog.devices import Device, get_device
 from synth.catalog.schemes import STAGES
 from synth.catalog.shapes import MoEShape
 from synth.choosing.emission import config_name
-from synth.collecting.numbers import TOLERANCE
 from synth.configs.matching import check_sidecar
 from synth.configs.model import Entry
 from synth.configs.module import dumps_bundled
@@ -26,9 +25,10 @@ from synth.configs.v1 import dumps_json
 from synth.errors import SynthError
 from synth.flashinfer.tactics import Tactic
 from synth.flashinfer.versions import build_metadata
-from synth.timings.agreed import Agreement, load_agreed
-from synth.timings.denied import DENIED
-from synth.timings.measurements import Problem, Timings, load, times_by_bucket
+from synth.timings.folders import load
+from synth.timings.records import DENIED, TOLERANCE, Agreement, load_agreed
+from synth.timings.rows import Problem
+from synth.timings.table import Timings, times_by_bucket
 
 #: Why an entry isn't for others, in the order in which they are printed.
 REASONS = {

@@ -27,7 +27,7 @@ from synth.flashinfer.versions import CONTRACTS, Contract, arch_of, contract_for
 
 if TYPE_CHECKING:
     from synth.performance.model import PerformanceModel
-    from synth.timings.measurements import Timings
+    from synth.timings.table import Timings
 
 #: Tactics whose times differ by less than this share are as good as equal: repeats of one timing differ by 0.4 %.
 NEAR_TIE = 0.01
@@ -429,7 +429,7 @@ def with_times(
 def _measured(pairs: Sequence[Pair], timings: Mapping[str, Timings]) -> dict[Pair, Times]:
     found: dict[Pair, Times] = {}
     for quant, table in timings.items():
-        from synth.timings.measurements import times_by_bucket
+        from synth.timings.table import times_by_bucket
 
         averaged = table.averaged()
         times = times_by_bucket(averaged)

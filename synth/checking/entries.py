@@ -20,7 +20,7 @@ from synth.flashinfer.tactics import TacticTable, known_versions, load_table
 from synth.flashinfer.versions import POLICY, RUNNER, contract_for, served_id
 
 if TYPE_CHECKING:
-    from synth.timings.denied import Denial
+    from synth.timings.records import Denial
 
 #: Denied tactics of a device and FlashInfer version, by quantization.
 Denied = Mapping[str, Sequence["Denial"]]

@@ -27,7 +27,7 @@ from synth.performance.model import SWEPT, Cells, PerformanceModel, Prediction
 from synth.performance.posterior import NEAR, Timed, candidates, prior_outlook, update
 from synth.performance.routing import UNIFORM, Routing
 from synth.performance.ties import pick, tie_order
-from synth.timings.measurements import Timings, times_by_bucket
+from synth.timings.table import Timings, times_by_bucket
 
 #: Chance that the chosen tactic beats the fallback below which an entry is left out, as a standard normal quantile.
 _CONFIDENCE = 1.645

@@ -30,8 +30,8 @@ from synth.performance.analytical import analytical_model
 from synth.performance.model import PerformanceModel
 from synth.performance.posterior import NEAR
 from synth.performance.routing import UNIFORM, Routing
-from synth.timings.denied import Denial
-from synth.timings.measurements import Timings
+from synth.timings.records import Denial
+from synth.timings.table import Timings
 
 FORMATS = ("json", "bundled")
 #: Of the probabilities of a choice, that of being within 2 % of the best.

@@ -25,7 +25,7 @@ from synth.errors import SynthError
 from synth.flashinfer.buckets import token_buckets
 from synth.flashinfer.legality import runnable_ids, smem_block_bytes
 from synth.flashinfer.tactics import DEFAULT_FLASHINFER, TacticTable, load_table
-from synth.timings.measurements import DEFAULT_POLICY
+from synth.timings.origin import DEFAULT_POLICY
 
 if TYPE_CHECKING:
     import numpy as np
@@ -146,7 +146,7 @@ class Plan:
     Attributes
     ----------
     device, arch, flashinfer : str
-        As in :class:`synth.timings.measurements.Origin`.
+        As in :class:`synth.timings.origin.Origin`.
     layers : tuple of Layer
         Each (shape, quant) once.
     batches : tuple of Batch
@@ -249,7 +249,7 @@ def make_plan(
     layers : sequence of Layer
         In the order wanted.
     device, arch, flashinfer : str
-        As in :class:`synth.timings.measurements.Origin`; `arch` is the one whose tactics run there.
+        As in :class:`synth.timings.origin.Origin`; `arch` is the one whose tactics run there.
     fraction : float, optional
         Share of every bucket's tactics to time, at least one: those predicted fastest, or, without `predict`, a
         spread that gives each tactic its turn.

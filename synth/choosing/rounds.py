@@ -22,7 +22,8 @@ from synth.flashinfer.tactics import load_table
 from synth.performance.geometry import Floats, Ints, least_by
 from synth.performance.model import Cells, PerformanceModel
 from synth.performance.posterior import Posterior, Timed, believe, timed_of
-from synth.timings.measurements import Origin, Timings
+from synth.timings.origin import Origin
+from synth.timings.table import Timings
 
 #: A round takes this share of the timings before it …
 _GROWTH = 0.15

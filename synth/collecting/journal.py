@@ -29,7 +29,8 @@ from synth.catalog.shapes import MoEShape
 from synth.choosing.plan import Layer
 from synth.errors import SynthError
 from synth.flashinfer.tactics import load_table
-from synth.timings.measurements import Origin, Problem, Row
+from synth.timings.origin import Origin
+from synth.timings.rows import Problem, Row
 
 #: Version of the journal's format.
 FORMAT = 1
@@ -108,7 +109,7 @@ class Head:
     layers : tuple of Layer
         What is timed.
     device, arch, flashinfer : str
-        As in :class:`synth.timings.measurements.Origin`.
+        As in :class:`synth.timings.origin.Origin`.
     policy : mapping
         Timing policy.
     simulated : bool

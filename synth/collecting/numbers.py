@@ -28,12 +28,6 @@ from synth.errors import OutOfMemory, SynthError
 Pair = tuple[int, int]
 FALLBACK: Pair = (-1, -1)
 
-#: Largest difference from the fallback's output, as a share of the largest output, that rounding explains. Tactics
-#: add up in different orders, and gemm2's fused finalize adds the experts' outputs after rounding each to bf16: up to
-#: 0.012 was seen of right ones in bf16. FP8 rounds to 3 bits of mantissa between the two GEMMs, where a last bit of
-#: the sum before it decides.
-TOLERANCE: Mapping[str, float] = {"bf16": 0.02, "fp8": 0.05}
-
 #: A process that died or hung gets this many tries at the same pair: the reason may have been another one.
 _TRIES = 2
 
@@ -206,7 +200,7 @@ def guilty(comparison: Comparison, bad: Compared, tolerance: float) -> dict[int,
     bad : Compared
         The pair, wrong at its token count.
     tolerance : float
-        See :data:`TOLERANCE`.
+        See :data:`synth.timings.records.TOLERANCE`.
     """
     alone = {1: (bad.pair[0], -1), 2: (-1, bad.pair[1])}
     suspects = {stage: pair for stage, pair in alone.items() if pair != FALLBACK}

@@ -11,17 +11,12 @@ from synth.catalog.files import locked
 from synth.collecting.journal import Content, Entry, is_journal, read_journal
 from synth.collecting.reporters import Drift
 from synth.errors import SynthError
-from synth.timings.measurements import (
-    DEFAULT_POLICY,
-    Problem,
-    ShapeTimings,
-    import_table,
-    merge,
-    path_of,
-    read,
-    read_table_shapes,
-    write,
-)
+from synth.timings.files import path_of, read, write
+from synth.timings.flat import read_flat
+from synth.timings.folders import merge
+from synth.timings.origin import DEFAULT_POLICY
+from synth.timings.rows import Problem
+from synth.timings.table import ShapeTimings
 
 
 def journal_timings(content: Content) -> list[ShapeTimings]:
@@ -75,7 +70,7 @@ def add_file(
     Parameters
     ----------
     device, arch, flashinfer, policy, passes
-        What a flat table doesn't say; see :func:`synth.timings.measurements.import_table`.
+        What a flat table doesn't say; see :func:`synth.timings.flat.read_flat`.
     problems : list, optional
         Gets what can't be read.
 
@@ -96,11 +91,11 @@ def add_file(
     else:
         return [_store(part, root, found)]
     try:
-        given = passes if passes is not None else _passes_of_table(path)
-        return import_table(path, root, given, device, arch, flashinfer, policy, problems=found)
+        parts = read_flat(path, device, arch, flashinfer, policy, passes, problems=found)
     except SynthError as e:
         # A file that is nearly a measurements file should hear what is wrong with that.
         raise (not_measurements if path.name.endswith(".csv.gz") and "lacks the column" in str(e) else e) from None
+    return [_store(part, root, found) for part in parts]
 
 
 def drift_of(layer: str, references: Sequence[Entry]) -> Drift | None:
@@ -187,8 +182,3 @@ def _united(part: ShapeTimings, present: ShapeTimings, moved: dict[int, int], ke
     return ShapeTimings.from_rows(
         part.origin, part.shape, part.label, passes, rows.values(), {**present.tactics, **part.tactics}
     )
-
-
-def _passes_of_table(path: Path) -> dict[int, dict[str, Any]]:
-    numbers = {n for part in read_table_shapes(path, problems=[]) for n in part.passes}
-    return {n: {"source": path.name} for n in numbers}

@@ -35,7 +35,7 @@ from synth.collecting.results import drift_of, journal_to_measurements
 from synth.collecting.runner import RunnerSpec
 from synth.collecting.worker import Begin, Broken, Finished, Item, Refused, SetUp, Started, Timed
 from synth.errors import SynthError
-from synth.timings.measurements import Row
+from synth.timings.rows import Row
 
 #: A worker that dies this often without one good timing in between is not started again.
 MAX_DEATHS = 3

@@ -20,7 +20,9 @@ from synth.choosing.plan import estimate_memory, timing_seconds
 from synth.collecting.runner import RunnerSpec
 from synth.errors import OutOfMemory, StickyError, SynthError, TacticError
 from synth.flashinfer.tactics import DEFAULT_FLASHINFER, load_table
-from synth.timings.measurements import ShapeTimings, Timings, load_shapes
+from synth.timings.folders import load_shapes
+from synth.timings.rows import COLUMNS
+from synth.timings.table import ShapeTimings, Timings
 
 #: Standard deviation of a timing's logarithm; the repeats of the shipped sweeps differ by this much in the median.
 NOISE = 0.004
@@ -239,9 +241,16 @@ def _parts(timings: Timings) -> list[ShapeTimings]:
         t = timings.select(timings.shape == shape)
         t = t.select(np.lexsort((t.tactic, t.tokens, t.stage, t.pass_)))
         errors = dict.fromkeys(np.flatnonzero(np.isnan(t.ms)).tolist(), "failed when it was timed")
-        columns = (t.pass_, t.stage, t.tokens, t.tactic, t.ms, t.throttled)
         parts.append(
-            ShapeTimings(t.origin, t.shapes[shape], t.labels[shape], t.passes[shape], tactics, *columns, errors)
+            ShapeTimings(
+                origin=t.origin,
+                shape=t.shapes[shape],
+                label=t.labels[shape],
+                passes=t.passes[shape],
+                tactics=tactics,
+                errors=errors,
+                **{name: getattr(t, name) for name in COLUMNS},
+            )
         )
     return parts
 

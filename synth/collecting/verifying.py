@@ -4,7 +4,7 @@ One layer is served at a time. Each timing narrows what is believed of all its c
 belief *is* the refit of this layer (:mod:`synth.performance.posterior`). The checks end by one rule: where the expected
 remaining regret, the mean over stages and buckets, is below a threshold, or where the seconds are spent. Then every
 chosen pair is compared with the fallback (:mod:`synth.collecting.numbers`); a tactic whose numbers are wrong is denied
-(:mod:`synth.timings.denied`), and the layer is chosen, timed and compared again without it.
+(:mod:`synth.timings.records`), and the layer is chosen, timed and compared again without it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ from synth.collecting import (
 )
 from synth.collecting.numbers import (
     FALLBACK,
-    TOLERANCE,
     CannotCompare,
     ComparatorSpec,
     Compared,
@@ -51,9 +50,11 @@ from synth.errors import SynthError
 from synth.flashinfer.tactics import Tactic, TacticTable
 from synth.performance.model import PerformanceModel, predictor
 from synth.performance.posterior import Posterior, Timed, believe
-from synth.timings.agreed import AGREED, Agreement
-from synth.timings.denied import DENIED, Denial
-from synth.timings.measurements import Origin, Problem, Timings, load
+from synth.timings.folders import load
+from synth.timings.origin import Origin
+from synth.timings.records import AGREED, DENIED, TOLERANCE, Agreement, Denial
+from synth.timings.rows import Problem
+from synth.timings.table import Timings
 
 #: Seconds of measuring for each layer.
 BUDGET_S = 60.0
@@ -584,7 +585,7 @@ def _agrees(pair: Pair, tokens: Sequence[int], compared: Mapping[tuple[Pair, int
 
 def _agreement(state: _State, compared: Compared, day: str) -> Agreement:
     gemm1, gemm2 = (None if i == -1 else state.table.tactic(i) for i in compared.pair)
-    return Agreement(state.layer.shape, (gemm1, gemm2), compared.tokens, compared.deviation, day)
+    return Agreement(state.layer.shape, gemm1, gemm2, compared.tokens, compared.deviation, day)
 
 
 def _denials(state: _State, wrong: dict[int, Compared], day: str) -> list[Denial]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from synth.checking.entries import Denied
     from synth.checking.findings import Finding
     from synth.performance.model import PerformanceModel
-    from synth.timings.measurements import Timings
+    from synth.timings.table import Timings
 
 
 @click.command(short_help="ask the installed FlashInfer's own lookup")
@@ -124,8 +124,8 @@ def _denied(gpu: str, arch: str, flashinfer: str, own_measurements: Path | None)
     """Return the tactics that gave wrong numbers on a device, by quantization."""
     from synth.catalog.paths import readable
     from synth.catalog.schemes import QUANTS
-    from synth.timings.denied import DENIED
-    from synth.timings.measurements import Origin
+    from synth.timings.origin import Origin
+    from synth.timings.records import DENIED
 
     roots = readable("measurements", own_measurements)
     return {quant: DENIED.load(roots, Origin.make(gpu, arch, quant, flashinfer)) for quant in QUANTS}
@@ -174,7 +174,8 @@ def _times(
     from synth.catalog.paths import find_model, readable
     from synth.flashinfer.tactics import DEFAULT_FLASHINFER
     from synth.performance.model import PerformanceModel
-    from synth.timings.measurements import Problem, load
+    from synth.timings.folders import load
+    from synth.timings.rows import Problem
 
     device = found.a.device
     if device is None or found.b.device != device:

@@ -210,8 +210,8 @@ def _source(
     from synth.choosing.emission import Source, analytical_source
     from synth.performance.model import PerformanceModel
     from synth.reporting.console import problems
-    from synth.timings.denied import DENIED
-    from synth.timings.measurements import load
+    from synth.timings.folders import load
+    from synth.timings.records import DENIED
 
     folders = readable("measurements", own_measurements)
     found: list[Any] = []

@@ -85,7 +85,7 @@ def collect(
     from synth.flashinfer.tactics import load_tables
     from synth.performance.model import PerformanceModel, predictor
     from synth.reporting.console import plan_summary
-    from synth.timings.measurements import load
+    from synth.timings.folders import load
 
     if full + (budget is not None) + (fraction is not None) > 1:
         raise SynthError("give one of --budget, --fraction and --full")
@@ -359,7 +359,8 @@ def measurements_add(
 def measurements_merge(files: tuple[Path, ...], output: Path) -> None:
     """Merge measurements FILES of one shape; refuses mixed devices, versions, quantizations and timing policies."""
     from synth.reporting.console import problems
-    from synth.timings.measurements import merge, read, write
+    from synth.timings.files import read, write
+    from synth.timings.folders import merge
 
     bad: list[Any] = []
     merged = merge([read(file, bad) for file in files])

@@ -16,7 +16,7 @@ from synth.flashinfer.tactics import DEFAULT_FLASHINFER
 if TYPE_CHECKING:
     from synth.catalog.devices import Device
     from synth.catalog.shapes import Deployment, Model
-    from synth.timings.measurements import Timings
+    from synth.timings.table import Timings
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -130,7 +130,7 @@ def load_timings(
     from synth.catalog.devices import get_device
     from synth.catalog.paths import readable
     from synth.reporting.console import problems
-    from synth.timings.measurements import load
+    from synth.timings.folders import load
 
     found: list[Any] = []
     folders = readable("measurements", own)

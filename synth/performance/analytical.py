@@ -23,7 +23,7 @@ from synth.flashinfer.legality import smem_block_bytes
 from synth.flashinfer.tactics import DEFAULT_FLASHINFER, Tactic, TacticTable, load_table
 from synth.performance.model import PerformanceModel
 from synth.performance.roofline import DEFAULTS, Roofline
-from synth.timings.measurements import Origin
+from synth.timings.origin import Origin
 
 if sys.version_info >= (3, 11):
     import tomllib

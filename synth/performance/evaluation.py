@@ -18,7 +18,7 @@ from synth.errors import SynthError
 from synth.performance.calibration import covered, interval_factor
 from synth.performance.geometry import Floats, Ints, least_by
 from synth.performance.ties import pick, tie_order
-from synth.timings.measurements import Timings
+from synth.timings.table import Timings
 
 #: Buckets whose relative times are averaged as those of as many tokens per expert.
 _NEIGHBOURS = 8

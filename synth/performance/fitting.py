@@ -15,7 +15,7 @@ from synth.performance.evaluation import Calibration, Evaluation, calibrate
 from synth.performance.held_out import TIME_TREES, HeldOut, hold_out
 from synth.performance.model import PerformanceModel
 from synth.performance.posterior import NEAR
-from synth.timings.measurements import Timings
+from synth.timings.table import Timings
 
 
 @dataclass(frozen=True)

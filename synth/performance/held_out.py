@@ -29,7 +29,8 @@ from synth.performance.evaluation import Evaluation, Judge, baselines, held_out_
 from synth.performance.geometry import Floats, Ints
 from synth.performance.model import Cells, PerformanceModel, Prediction, swept_buckets
 from synth.performance.posterior import NEAR, update
-from synth.timings.measurements import Timings, read_table
+from  import read_table
+from synth.timings.table import Timings
 
 T = TypeVar("T")
 

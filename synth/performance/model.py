@@ -36,7 +36,8 @@ from synth.performance.forest import LEAF, Forest
 from synth.performance.geometry import EXTENTS, Floats, Ints, Sites, least_by, sites
 from synth.performance.roofline import DEFAULTS, Hardware, Roofline, TacticColumns, Work, tactic_columns, work
 from synth.performance.routing import UNIFORM, Routing
-from synth.timings.measurements import Origin, Timings, digest
+from synth.timings.origin import Origin
+from synth.timings.table import Timings, digest
 
 #: Version of the model file and of the features; a file of another one has to be fitted again.
 FORMAT = 3
@@ -684,7 +685,7 @@ def _features(
 
 
 def swept_buckets(timings: Timings, keys: Ints, bucket: Ints) -> NDArray[np.bool_]:
-    """Return which of the buckets of :meth:`synth.timings.measurements.Timings.buckets` were swept, shape (buckets,).
+    """Return which of the buckets of :meth:`synth.timings.table.Timings.buckets` were swept, shape (buckets,).
 
     A bucket is swept where nearly all tactics that can run on its shape were timed.
     """

@@ -27,7 +27,7 @@ from synth.flashinfer.legality import runnable_ids, smem_block_bytes
 from synth.performance.geometry import Floats, Ints, least_by
 from synth.performance.model import Cells, PerformanceModel
 from synth.performance.roofline import TacticColumns
-from synth.timings.measurements import Timings
+from synth.timings.table import Timings
 
 #: Tactics predicted within this logarithm of their bucket's best are candidates …
 _REACH = 0.12

@@ -12,7 +12,7 @@ from synth.reporting.behind import Behind
 from synth.reporting.facts import load
 from synth.reporting.observed import observe
 from synth.reporting.page import render
-from synth.timings.measurements import Problem
+from synth.timings.rows import Problem
 
 #: Shapes of each quantization in the map of tactics.
 MAP_SHAPES = 24

@@ -19,9 +19,10 @@ from synth.performance.geometry import Floats
 from synth.performance.model import swept_buckets
 from synth.reporting.facts import Choice, Facts
 from synth.reporting.markup import foreign
-from synth.timings.agreed import Agreement, load_agreed
-from synth.timings.denied import DENIED, Denial
-from synth.timings.measurements import Problem, ShapeTimings, Timings, combine, load_shapes, times_by_bucket
+from synth.timings.folders import combine, load_shapes
+from synth.timings.records import DENIED, Agreement, Denial, load_agreed
+from synth.timings.rows import Problem
+from synth.timings.table import ShapeTimings, Timings, times_by_bucket
 
 #: Times of six digits that differ by less are equal.
 _EQUAL = 2e-5

@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from synth.collecting.numbers import TOLERANCE
 from synth.reporting import svg
 from synth.reporting.behind import SUMMARY, Behind, figure, kind_of, layer, loud, no_timings, summary
 from synth.reporting.facts import Choice
@@ -26,7 +25,7 @@ from synth.reporting.markup import (
     whole,
 )
 from synth.reporting.observed import DRIFTED, DRIFTS, Observed
-from synth.timings.denied import Denial
+from synth.timings.records import TOLERANCE, Denial
 
 #: Entries listed as the worst; failures and drifted passes that are named.
 _WORST = 15

@@ -18,7 +18,7 @@ from synth.performance.evaluation import Calibration, Evaluation, calibrate
 from synth.performance.model import PerformanceModel
 from synth.reporting.facts import Facts
 from synth.reporting.markup import foreign
-from synth.timings.measurements import Timings, digest
+from synth.timings.table import Timings, digest
 
 #: Choices held out that are listed as the worst.
 _WORST = 10

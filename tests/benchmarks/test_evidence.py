@@ -30,7 +30,7 @@ from synth.performance.layers import LayerModel, LayerTimes
 from synth.performance.model import Cells
 from synth.performance.roofline import NEUTRAL, Hardware, Roofline
 from synth.performance.routing import Routing
-from synth.timings.measurements import load
+from synth.timings.folders import load
 
 ROOT = Path(__file__).parents[2]
 CARD = "NVIDIA RTX PRO 6000 Blackwell Server Edition"

@@ -10,7 +10,8 @@ from synth.choosing.plan import timing_seconds
 from synth.performance.evaluation import Judge
 from synth.performance.held_out import swept_shapes
 from synth.performance.model import PerformanceModel
-from synth.timings.measurements import Timings, load
+from synth.timings.folders import load
+from synth.timings.table import Timings
 
 SHIPPED = Path(__file__).parents[2] / "measurements"
 BUCKETS = [1, 16, 128, 1024]

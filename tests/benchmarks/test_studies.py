@@ -20,7 +20,9 @@ from weak_spots import WeakSpots
 
 from synth.catalog import paths
 from synth.errors import SynthError
-from synth.timings.measurements import ShapeTimings, Timings, load, read, write
+from synth.timings.files import read, write
+from synth.timings.folders import load
+from synth.timings.table import ShapeTimings, Timings
 
 SHIPPED = Path(__file__).parents[2] / "measurements"
 SHAPES = ("olmoe", "mixtral-8x7b", "nemotron-3-super-tp4")

@@ -17,7 +17,9 @@ from transfer import tables as print_tables
 from synth.catalog import paths
 from synth.catalog.shapes import family_of
 from synth.performance.evaluation import Judge
-from synth.timings.measurements import ShapeTimings, Timings, load, read, write
+from synth.timings.files import read, write
+from synth.timings.folders import load
+from synth.timings.table import ShapeTimings, Timings
 
 SHIPPED = Path(__file__).parents[2] / "measurements"
 #: Layers that were timed in both quantizations, of three families.

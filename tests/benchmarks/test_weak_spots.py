@@ -5,7 +5,7 @@ import pytest
 from weak_spots import Kind, by_kind, kinds
 
 from synth.performance.evaluation import Evaluation, Judge
-from synth.timings.measurements import Timings
+from synth.timings.table import Timings
 
 
 @pytest.fixture(scope="module")

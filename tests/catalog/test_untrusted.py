@@ -32,9 +32,9 @@ from synth.configs.sidecar import Record, Sidecar, sidecar_path
 from synth.errors import SynthError
 from synth.flashinfer.tactics import DEFAULT_FLASHINFER
 from synth.performance.model import FEATURES, PerformanceModel
-from synth.timings.measurements import dumps
-from synth.timings.measurements import load as load_measurements
-from synth.timings.measurements import read as read_measurements
+from synth.timings.files import dumps
+from synth.timings.files import read as read_measurements
+from synth.timings.folders import load as load_measurements
 
 # ---- JSON --------------------------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from synth.flashinfer.buckets import token_buckets
 from synth.flashinfer.keys import file_keys
 from synth.flashinfer.tactics import DEFAULT_FLASHINFER, load_table
 from synth.flashinfer.versions import METADATA_KEYS, POLICY, build_metadata
-from synth.timings.denied import Denial
+from synth.timings.records import Denial
 
 H200 = "NVIDIA H200"
 OLMOE = Deployment("olmoe", 1, 1, "bf16", "swiglu", False, MoEShape(2048, 1024, 64, 8))

@@ -27,7 +27,8 @@ from synth.flashinfer.keys import file_keys
 from synth.flashinfer.tactics import DEFAULT_FLASHINFER, Tactic, load_table
 from synth.flashinfer.versions import POLICY, build_metadata, entry_id
 from synth.performance.model import PerformanceModel
-from synth.timings.measurements import load, times_by_bucket
+from synth.timings.folders import load
+from synth.timings.table import times_by_bucket
 
 H200 = "NVIDIA H200"
 RTX = "NVIDIA RTX PRO 6000 Blackwell Server Edition"

@@ -23,9 +23,9 @@ from synth.configs.reading import read
 from synth.configs.sidecar import Record, Sidecar, sidecar_path
 from synth.errors import SynthError
 from synth.flashinfer.tactics import Tactic, load_table
-from synth.timings.agreed import AGREED
-from synth.timings.denied import DENIED, Denial
-from synth.timings.measurements import load, write
+from synth.timings.files import write
+from synth.timings.folders import load
+from synth.timings.records import AGREED, DENIED, Denial
 
 MEASUREMENTS = Path(__file__).parents[2] / "measurements"
 H200 = "NVIDIA H200"
@@ -139,7 +139,7 @@ def test_simulated_timings_do_not_count(copy: Path, tmp_path: Path) -> None:
     for timings in load([MEASUREMENTS], H200, problems=[]):
         origin = dataclasses.replace(timings.origin, simulated=True)
         AGREED.add(AGREED.load([MEASUREMENTS], timings.origin), origin, root)
-    from synth.timings.measurements import load_shapes
+    from synth.timings.folders import load_shapes
 
     for part in load_shapes([MEASUREMENTS], H200, problems=[]):
         if part.label == "olmoe":

@@ -38,8 +38,9 @@ from synth.flashinfer.tactics import Tactic, load_table
 from synth.performance.fitting import save
 from synth.performance.model import Cells, PerformanceModel
 from synth.performance.routing import Routing
-from synth.timings.denied import Denial
-from synth.timings.measurements import Timings, load
+from synth.timings.folders import load
+from synth.timings.records import Denial
+from synth.timings.table import Timings
 
 ROOT = Path(__file__).parents[2]
 H200 = get_device("NVIDIA H200")
@@ -349,7 +350,7 @@ from pathlib import Path
 from synth.catalog.devices import get_device
 from synth.catalog.shapes import find_model
 from synth.choosing.emission import Source, emit
-from synth.timings.measurements import load
+from synth.timings.folders import load
 from synth.performance.model import PerformanceModel
 model = PerformanceModel.load(Path(sys.argv[1]))
 (timings,) = load("measurements", "NVIDIA H200", "bf16", problems=[])

@@ -187,7 +187,7 @@ def test_a_summary_of_everything() -> None:
 
 
 def test_shipped_sweeps_were_as_long_as_predicted() -> None:
-    from synth.timings.measurements import load
+    from synth.timings.folders import load
 
     root = Path(__file__).parents[2] / "measurements"
     checked = 0

@@ -18,7 +18,9 @@ from synth.flashinfer.tactics import load_table
 from synth.performance.model import Cells, PerformanceModel
 from synth.performance.posterior import timed_of
 from synth.performance.roofline import NEUTRAL, Roofline
-from synth.timings.measurements import Origin, Timings, load
+from synth.timings.folders import load
+from synth.timings.origin import Origin
+from synth.timings.table import Timings
 
 BUCKETS = (1, 16, 256, 2048)
 LABELS = ("olmoe", "qwen3-30b-a3b", "qwen3-235b-tp4", "mixtral-8x7b-tp4")

@@ -9,7 +9,10 @@ from made_up import BUCKETS, DEVICE, FAILING, LARGE, SMALL
 from synth.catalog.schemes import STAGES
 from synth.collecting import InlinePool, RunnerSpec, simulated_runner
 from synth.flashinfer.tactics import load_table
-from synth.timings.measurements import Origin, Row, ShapeTimings, write
+from synth.timings.files import write
+from synth.timings.origin import Origin
+from synth.timings.rows import Row
+from synth.timings.table import ShapeTimings
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,8 @@ from made_up import DEVICE, LARGE, SMALL
 from synth.collecting.journal import Entry, Head, Journal, JournalError, read_journal
 from synth.errors import SynthError
 from synth.flashinfer.tactics import load_table
-from synth.timings.measurements import DEFAULT_POLICY, Row
+from synth.timings.origin import DEFAULT_POLICY
+from synth.timings.rows import Row
 
 HEAD = Head("r", "p", (SMALL, LARGE), DEVICE, "sm90", "0.7.4", dict(DEFAULT_POLICY), True, {"driver": "580"}, "today")
 IDS = {stage: load_table("sm90", "bf16").ids(stage) for stage in (1, 2)}

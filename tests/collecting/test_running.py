@@ -29,7 +29,7 @@ from synth.collecting import (
 )
 from synth.collecting import worker as worker_module
 from synth.errors import SynthError
-from synth.timings.measurements import load_shapes
+from synth.timings.folders import load_shapes
 
 Key = tuple[int, int, int, int, int]
 

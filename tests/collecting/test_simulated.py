@@ -13,7 +13,7 @@ from synth.choosing.plan import timing_seconds
 from synth.collecting import Fault, InlinePool, RichReporter, SimulatedRunner, TacticError, collect, simulated_runner
 from synth.collecting.reporters import duration
 from synth.errors import SynthError
-from synth.timings.measurements import load_shapes
+from synth.timings.folders import load_shapes
 
 
 def runner(table: Path, **options: object) -> SimulatedRunner:

@@ -22,9 +22,10 @@ from synth.errors import SynthError
 from synth.flashinfer.tactics import Tactic
 from synth.performance.fitting import save
 from synth.performance.model import PerformanceModel
-from synth.timings.agreed import AGREED, load_agreed
-from synth.timings.denied import DENIED
-from synth.timings.measurements import Origin, Timings, load
+from synth.timings.folders import load
+from synth.timings.origin import Origin
+from synth.timings.records import AGREED, DENIED, load_agreed
+from synth.timings.table import Timings
 
 SHIPPED = Path(__file__).parents[2] / "measurements"
 OLMOE = Layer(MoEShape(2048, 1024, 64, 8), "bf16", "olmoe")

@@ -22,7 +22,11 @@ from synth.configs.sidecar import sidecar_path
 from synth.flashinfer.tactics import load_table
 from synth.performance.fitting import save
 from synth.performance.model import Cells, PerformanceModel
-from synth.timings.measurements import Origin, Row, ShapeTimings, load, write
+from synth.timings.files import write
+from synth.timings.folders import load
+from synth.timings.origin import Origin
+from synth.timings.rows import Row
+from synth.timings.table import ShapeTimings
 
 ROOT = Path(__file__).parents[2]
 Run = Callable[..., Result]

@@ -28,7 +28,7 @@ from synth.flashinfer.legality import (
     why_not,
 )
 from synth.flashinfer.tactics import Tactic, TacticTable, load_table, load_tables
-from synth.timings.measurements import load_shapes
+from synth.timings.folders import load_shapes
 
 SM90, SM120 = 232448, 101376
 TABLES = load_tables(READ_IN)

@@ -30,7 +30,7 @@ from synth.performance.analytical import (
 )
 from synth.performance.model import Cells, PerformanceModel
 from synth.performance.roofline import DEFAULTS
-from synth.timings.measurements import Origin
+from synth.timings.origin import Origin
 
 CARD = get_device("NVIDIA RTX PRO 6000 Blackwell Server Edition")
 SHAPES = (

@@ -23,7 +23,10 @@ from synth.performance.evaluation import (
 from synth.performance.held_out import HeldOut, hold_out
 from synth.performance.model import Cells, PerformanceModel, Prediction
 from synth.performance.ties import TIE
-from synth.timings.measurements import Origin, Row, ShapeTimings, Timings, combine
+from synth.timings.folders import combine
+from synth.timings.origin import Origin
+from synth.timings.rows import Row
+from synth.timings.table import ShapeTimings, Timings
 
 H200 = Origin.make("NVIDIA H200", "sm90", "bf16")
 TABLE = load_table("sm90", "bf16")

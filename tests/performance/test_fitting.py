@@ -12,7 +12,8 @@ from synth.performance.calibration import calibrated_probability
 from synth.performance.fitting import Fitted, fit, save
 from synth.performance.held_out import hold_out
 from synth.performance.model import PerformanceModel
-from synth.timings.measurements import Timings, load
+from synth.timings.folders import load
+from synth.timings.table import Timings
 
 SHIPPED = Path(__file__).parents[2] / "measurements"
 

@@ -14,7 +14,8 @@ from synth.performance.evaluation import Judge
 from synth.performance.fitting import save
 from synth.performance.held_out import Result, against_itself, against_table, hold_out, report
 from synth.performance.model import Cells, PerformanceModel
-from synth.timings.measurements import Timings, load
+from synth.timings.folders import load
+from synth.timings.table import Timings
 
 SHIPPED = Path(__file__).parents[2] / "measurements"
 H200 = get_device("NVIDIA H200")

@@ -25,7 +25,8 @@ from synth.errors import SynthError
 from synth.flashinfer.tactics import load_table
 from synth.performance.model import FEATURES, FORMAT, Cells, PerformanceModel
 from synth.performance.routing import UNIFORM, Routing
-from synth.timings.measurements import Origin, Timings
+from synth.timings.origin import Origin
+from synth.timings.table import Timings
 
 ROOT = Path(__file__).parent.parent.parent
 OLMOE = MoEShape(2048, 1024, 64, 8)

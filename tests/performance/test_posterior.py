@@ -20,7 +20,7 @@ from synth.performance.posterior import (
     update,
 )
 from synth.performance.roofline import Hardware, tactic_columns
-from synth.timings.measurements import Timings
+from synth.timings.table import Timings
 
 OLMOE = MoEShape(2048, 1024, 64, 8)
 BUCKETS = (1, 16, 256, 2048)

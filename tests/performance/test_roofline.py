@@ -26,7 +26,7 @@ from synth.performance.roofline import (
     tactic_columns,
     work,
 )
-from synth.timings.measurements import Timings
+from synth.timings.table import Timings
 
 H200 = Hardware.of(get_device("NVIDIA H200"), "bf16")
 TABLE = load_table("sm90", "bf16")

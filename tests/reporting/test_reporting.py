@@ -30,9 +30,11 @@ from synth.reporting.chosen import _letters
 from synth.reporting.markup import Markup, el, foreign, join, percent, prose, table
 from synth.reporting.page import POLICY
 from synth.reporting.style import CSS
-from synth.timings.agreed import AGREED, Agreement
-from synth.timings.denied import DENIED, Denial
-from synth.timings.measurements import Row, ShapeTimings, load_shapes, write
+from synth.timings.files import write
+from synth.timings.folders import load_shapes
+from synth.timings.records import AGREED, DENIED, Agreement, Denial
+from synth.timings.rows import Row
+from synth.timings.table import ShapeTimings
 
 OLMOE = "h2048-i1024-e64-k8"
 BEHIND = {"model_folders": [pages.MODELS], "measurements": [pages.MEASUREMENTS]}
@@ -280,8 +282,8 @@ def test_verified_numbers_and_denied_tactics_are_told(
             chosen[c["stage"]] = next(
                 t for _, t in load_table("sm90", "bf16").items(c["stage"]) if str(t) == c["tactic"]
             )
-    right = Agreement(timings.shape, (chosen[1], chosen[2]), 64, 0.0042, "2026-12-02")
-    elsewhere = Agreement(timings.shape, (None, None), 8, 0.5, "2026-11-01")
+    right = Agreement(timings.shape, chosen[1], chosen[2], 64, 0.0042, "2026-12-02")
+    elsewhere = Agreement(timings.shape, None, None, 8, 0.5, "2026-11-01")
     AGREED.add([right, elsewhere], origin, folder)
     text = Page(report(config, measurements=[folder])).text
     after = text[text.index("Outputs of whole layers") :]

@@ -15,7 +15,7 @@ from synth.choosing.emission import Source, analytical_source, emit, write
 from synth.configs.sidecar import sidecar_path
 from synth.performance.model import PerformanceModel
 from synth.performance.routing import UNIFORM, Routing
-from synth.timings.measurements import load
+from synth.timings.folders import load
 
 ROOT = Path(__file__).parents[2]
 MEASUREMENTS, MODELS = ROOT / "measurements", ROOT / "models"

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from synth.catalog.shapes import MoEShape
 from synth.errors import SynthError
 from synth.flashinfer.tactics import load_tables
-from synth.timings.agreed import AGREED, Agreement
-from synth.timings.denied import DENIED, Denial
-from synth.timings.measurements import Origin
+from synth.timings.origin import Origin
+from synth.timings.records import AGREED, DENIED, Agreement, Denial
 
+SHIPPED = Path(__file__).parents[2] / "measurements"
 H200 = Origin.make("NVIDIA H200", "sm90", "bf16")
 OLMOE = MoEShape(2048, 1024, 64, 8)
 KNOWN = [(stage, t) for table in load_tables() for stage in (1, 2) for _, t in table.items(stage)]
@@ -41,9 +41,9 @@ def test_a_denial_survives_its_record(denial: Denial) -> None:
 @st.composite
 def agreements(draw: st.DrawFn) -> Agreement:
     first, second = ([t for stage, t in KNOWN if stage == wanted] for wanted in (1, 2))
-    pair = draw(st.none() | st.sampled_from(first)), draw(st.none() | st.sampled_from(second))
+    gemm1, gemm2 = draw(st.none() | st.sampled_from(first)), draw(st.none() | st.sampled_from(second))
     deviation = draw(st.floats(0, allow_nan=False, allow_infinity=False))
-    return Agreement(OLMOE, pair, draw(st.integers(1, 1 << 20)), deviation, draw(st.text()))
+    return Agreement(OLMOE, gemm1, gemm2, draw(st.integers(1, 1 << 20)), deviation, draw(st.text()))
 
 
 @given(agreement=agreements())
@@ -65,7 +65,7 @@ def test_agreements_survive_their_file(tmp_path_factory: pytest.TempPathFactory,
     ids=repr,
 )
 def test_a_damaged_agreement_is_refused_with_its_place(tmp_path: Path, change: dict[str, object]) -> None:
-    path = AGREED.add([Agreement(OLMOE, (KNOWN[0][1], None), 64, 0.001, "2025-12-02")], H200, tmp_path)
+    path = AGREED.add([Agreement(OLMOE, KNOWN[0][1], None, 64, 0.001, "2025-12-02")], H200, tmp_path)
     content = json.loads(path.read_text(encoding="utf-8"))
     content["agreed"][0].update(change)
     path.write_text(json.dumps(content), encoding="utf-8")
@@ -174,3 +174,12 @@ def test_a_damaged_record_is_named(tmp_path: Path, change: dict[str, object], sa
     path.write_text(json.dumps(content), encoding="utf-8")
     with pytest.raises(SynthError, match="lacks a field"):
         DENIED.load([tmp_path], H200)
+
+
+@pytest.mark.parametrize("path", sorted(SHIPPED.rglob("agreed.json")), ids=lambda path: path.parent.name)
+def test_shipped_agreements_are_written_as_they_lie(tmp_path: Path, path: Path) -> None:
+    origin = dataclasses.replace(H200, quant=path.parent.name)
+    assert path == AGREED.path(origin, SHIPPED)
+    agreements = AGREED.load([SHIPPED], origin)
+    assert len(agreements) > 20
+    assert AGREED.add(agreements, origin, tmp_path).read_bytes() == path.read_bytes()
