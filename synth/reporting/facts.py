@@ -14,12 +14,17 @@ from synth.catalog.schemes import QUANTS, STAGES
 from synth.catalog.shapes import MoEShape
 from synth.configs import sidecar as sidecars
 from synth.configs.formats import ConfigFile, read
+from synth.configs.sidecar import SOURCES
 from synth.errors import SynthError
 from synth.flashinfer.keys import Key, parse_key
 from synth.flashinfer.tactics import Tactic, TacticTable, load_table
 from synth.flashinfer.versions import contract_for
-from synth.reporting.markup import foreign
+from synth.reporting.texts import foreign
 
+#: Kinds of gains: both times are timings, or at least one is the model's, or nothing was ever timed.
+GAINS = ("measured", "predicted", "analytical")
+#: What a choice may be: its source where it is in the config, unknown without a sidecar, or left out.
+FATES = (*SOURCES, "unknown", "left")
 #: Longest text of a shape or a tactic that is parsed.
 _LONGEST = 200
 #: Bounds of a time in ms and of a token count; what lies beyond was not measured on a GPU.
@@ -37,19 +42,17 @@ class Choice:
     ----------
     quant, shape : str
         ``""`` where the key doesn't tell.
-    labels : tuple of str
-        Deployments that pass this layer; empty without a sidecar.
     stage, bucket : int
     fused : bool
         For servers that let gemm2 fuse the finalize step.
+    tactic, runner_up : Tactic or None
+        None where they are unknown.
+    labels : tuple of str
+        Deployments that pass this layer; empty without a sidecar.
     source : str
         One of :data:`synth.configs.sidecar.SOURCES`; ``"unknown"`` without a sidecar.
     written : bool
         It is in the config; else it is left out.
-    keys : int
-        Keys that ask for it.
-    tactic, runner_up : Tactic or None
-        None where they are unknown.
     ms, runner_up_ms, fallback_ms : float or None
         In ms; measured or predicted as `source` says.
     regret : float or None
@@ -62,14 +65,13 @@ class Choice:
 
     quant: str
     shape: str
-    labels: tuple[str, ...]
     stage: int
     bucket: int
     fused: bool
-    source: str
-    written: bool
-    keys: int
     tactic: Tactic | None
+    labels: tuple[str, ...] = ()
+    source: str = "unknown"
+    written: bool = True
     runner_up: Tactic | None = None
     ms: float | None = None
     runner_up_ms: float | None = None
@@ -82,6 +84,24 @@ class Choice:
     def gain(self) -> float | None:
         """The fallback's time over the choice's."""
         return self.fallback_ms / self.ms if self.ms is not None and self.fallback_ms is not None else None
+
+    @property
+    def gain_kind(self) -> str:
+        """What the gain is, one of ``GAINS``."""
+        if self.measured_gain:
+            return "measured"
+        return "analytical" if self.source == "analytical" else "predicted"
+
+    @property
+    def fate(self) -> str:
+        """The source, or that it is left out: one of ``FATES``."""
+        return self.source if self.written else "left"
+
+    @property
+    def name(self) -> str:
+        """What the layer is called: a deployment that has it, and how many more do; else the shape."""
+        more = f" +{len(self.labels) - 1}" if len(self.labels) > 1 else ""
+        return f"{self.labels[0]}{more}" if self.labels else self.shape or "not readable"
 
     @property
     def margin(self) -> float | None:
@@ -172,9 +192,9 @@ class Facts:
         return tuple(q for q in (*QUANTS, "") if q in there)
 
     @property
-    def buckets(self) -> tuple[int, ...]:
-        """The token buckets of the choices, ascending."""
-        return tuple(sorted({c.bucket for c in self.choices}))
+    def analytical(self) -> frozenset[str]:
+        """The quantizations with a choice that nothing was timed for."""
+        return frozenset(c.quant for c in self.choices if c.source == "analytical")
 
     def table(self, quant: str) -> TacticTable | None:
         """Return the tactics of a quantization; None where they are unknown."""
@@ -242,14 +262,13 @@ def _choice(path: Path, number: int, record: sidecars.Record) -> Choice:
         return Choice(
             quant=record.quant,
             shape=_shape(record.shape),
-            labels=tuple(foreign(label, 60) for label in record.labels),
             stage=record.stage,
             bucket=record.bucket,
             fused=record.fused_finalize,
+            tactic=_tactic(record.tactic),
+            labels=tuple(map(_label, record.labels)),
             source=record.source,
             written=record.written,
-            keys=len(record.keys),
-            tactic=_tactic(record.tactic),
             runner_up=_tactic(record.runner_up),
             ms=_within(record.ms, "ms", *_TIMES),
             runner_up_ms=_within(record.runner_up_ms, "runner_up_ms", *_TIMES),
@@ -270,12 +289,11 @@ def _check_entries(path: Path, config: ConfigFile, sidecar: sidecars.Sidecar, ar
         raise _contradiction(path, f"{lacking} of its keys are not in the config, and {more} of the config's not in it")
     entries = {entry.key: entry for entry in config.entries}
     for key, record in written.items():
-        table = _table(arch, record.quant, flashinfer)
+        table = _table(arch, record.quant, flashinfer, record.fused_finalize)
         if table is None:
             continue
-        known = table if record.fused_finalize else _unfused(table)
         entry = entries.get(key)
-        if entry is None or entry.tactic_id != known.id_of(record.stage, Tactic.parse(record.tactic)):
+        if entry is None or entry.tactic_id != table.id_of(record.stage, _tactic(record.tactic)):
             raise _contradiction(path, f"the config has another tactic than it for {foreign(key, 300)}")
 
 
@@ -295,25 +313,11 @@ def _choices_of_keys(config: ConfigFile, arch: str, flashinfer: str) -> tuple[tu
         if key.stage is None or not 0 < key.bucket <= _MOST_TOKENS:
             continue
         quant, shape, fused = _meaning(key, flashinfer)
-        table = _table(arch, quant, flashinfer)
-        known = table if table is None or fused else _unfused(table)
+        known = _table(arch, quant, flashinfer, fused)
         tactic = known.tactic(entry.tactic_id) if known and 0 <= entry.tactic_id < len(known) else None
-        found.append(
-            Choice(
-                quant=quant,
-                shape=shape,
-                labels=(),
-                stage=key.stage,
-                bucket=key.bucket,
-                fused=fused,
-                source="unknown",
-                written=True,
-                keys=1,
-                tactic=tactic,
-                ms=_possible(entry.time_ms),
-                runner_up_ms=_possible(entry.runner_up_ms),
-            )
-        )
+        ms, runner_up_ms = _possible(entry.time_ms), _possible(entry.runner_up_ms)
+        place = quant, shape, key.stage, key.bucket, fused
+        found.append(Choice(*place, tactic, ms=ms, runner_up_ms=runner_up_ms))
     found.sort(key=lambda c: (c.quant, c.shape, c.stage, c.bucket, not c.fused))
     return tuple(found), len(config.raw) - len(found)
 
@@ -328,17 +332,13 @@ def _meaning(key: Key, flashinfer: str) -> tuple[str, str, bool]:
 
 
 @functools.lru_cache(maxsize=64)
-def _table(arch: str, quant: str, flashinfer: str) -> TacticTable | None:
+def _table(arch: str, quant: str, flashinfer: str, fused: bool = True) -> TacticTable | None:
     try:
         contract_for(flashinfer)
-        return load_table(arch, quant, flashinfer)
+        table = load_table(arch, quant, flashinfer)
     except (SynthError, OSError, ValueError):
         return None
-
-
-@functools.lru_cache(maxsize=64)
-def _unfused(table: TacticTable) -> TacticTable:
-    return table.without_fused_finalize()
+    return table if fused else table.without_fused_finalize()
 
 
 @functools.lru_cache(maxsize=4096)
@@ -353,6 +353,11 @@ def _shape(text: str) -> str:
     if len(text) > _LONGEST:
         raise SynthError("its shape is longer than any")
     return str(MoEShape.parse(text))
+
+
+@functools.lru_cache(maxsize=4096)
+def _label(text: str) -> str:
+    return foreign(text, 60)
 
 
 def _device(gpu: str) -> Device | None:
