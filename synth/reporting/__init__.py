@@ -70,6 +70,4 @@ def report(
             refused[quant] = str(e)
     if problems is not None:
         problems += bad
-    return render(
-        facts, found, computed, observed=observed, refused=refused, problems=len(bad), map_shapes=map_shapes
-    )
+    return render(facts, found, computed, observed=observed, refused=refused, problems=len(bad), map_shapes=map_shapes)

@@ -230,6 +230,7 @@ def load(path: Path) -> Facts:
         unreadable = 0
     else:
         choices, unreadable = _choices_of_keys(config, arch, flashinfer)
+    routing = said.get("routing")
     ported = sorted({r.ported_from for r in sidecar.records if r.ported_from}) if sidecar else []
     return Facts(
         name=foreign(path.name),
@@ -247,7 +248,7 @@ def load(path: Path) -> Facts:
         origins=_origins(said.get("sources")),
         engines=_texts(said.get("engines")),
         max_tokens=tuple(sorted(n for n in _list(said.get("max_tokens")) if type(n) is int and 0 < n <= _MOST_TOKENS)),
-        routing=_routing(said.get("routing")),
+        routing=foreign(_text(_object(routing).get("text")) or "unnamed") if routing is not None else "",
         ported_from=tuple(foreign(v, 40) for v in ported),
     )
 
@@ -343,16 +344,18 @@ def _table(arch: str, quant: str, flashinfer: str, fused: bool = True) -> Tactic
 
 @functools.lru_cache(maxsize=4096)
 def _tactic(text: str) -> Tactic:
-    if len(text) > _LONGEST:
-        raise SynthError("its tactic is longer than any")
-    return Tactic.parse(text)
+    return Tactic.parse(_short(text, "tactic"))
 
 
 @functools.lru_cache(maxsize=4096)
 def _shape(text: str) -> str:
+    return str(MoEShape.parse(_short(text, "shape")))
+
+
+def _short(text: str, name: str) -> str:
     if len(text) > _LONGEST:
-        raise SynthError("its shape is longer than any")
-    return str(MoEShape.parse(text))
+        raise SynthError(f"its {name} is longer than any")
+    return text
 
 
 @functools.lru_cache(maxsize=4096)
@@ -387,12 +390,6 @@ def _origins(value: object) -> dict[str, Origin]:
             fingerprint = foreign(_text(said.get("model")), 64)
             found[quant] = Origin(foreign(_text(said.get("from"))), fingerprint, _texts(said.get("denied")))
     return found
-
-
-def _routing(value: object) -> str:
-    if value is None:
-        return ""
-    return foreign(_text(_object(value).get("text")) or "unnamed")
 
 
 def _object(value: object) -> Mapping[str, object]:

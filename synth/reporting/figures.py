@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from synth.catalog.schemes import STAGES
+from synth.catalog.schemes import QUANTS, STAGES
 from synth.configs.sidecar import SOURCES
-from synth.flashinfer.tactics import Tactic
 from synth.reporting.facts import FATES, GAINS, Choice, Facts
-from synth.reporting.plots import Axis, Curve, linear, logarithmic
+from synth.reporting.plots import Axis, Point, linear, logarithmic
 from synth.reporting.texts import letters
 
 if TYPE_CHECKING:
@@ -34,35 +33,22 @@ LEAST = 10
 #: Entries listed as the worst.
 _WORST = 15
 
-_Means = Callable[[Sequence[float]], float]
-
-
-def sources(facts: Facts) -> Counter[str]:
-    """Return how many choices in the config have each source."""
-    return Counter(c.source for c in facts.written)
+#: The order of quantizations and of kinds of gains.
+_RANKS = {name: rank for rank, name in enumerate((*QUANTS, "", *GAINS))}
 
 
 def coverage(facts: Facts) -> dict[str, Any]:
     """Return what the config covers: of each quantization the counts, the deployments, and each bucket's choices."""
     fates = _counts((c.fate for c in facts.choices), FATES)
     groups = []
-    for quant in facts.quants:
-        mine = [c for c in facts.choices if c.quant == quant]
-        buckets = _buckets(mine)
+    for (quant,), mine in _by(facts.choices, "quant"):
         counts = Counter((c.fate, c.bucket) for c in mine)
-        groups.append(
-            {
-                "quant": quant,
-                "choices": len(mine),
-                "labels": sorted({label for c in mine for label in c.labels}),
-                "shapes": len({c.shape for c in mine}),
-                "buckets": buckets,
-                "by_source": [sum(counts[source, bucket] for bucket in buckets) for source in SOURCES],
-                "left": sum(counts["left", bucket] for bucket in buckets),
-                "stacks": {fate: [counts[fate, bucket] for bucket in buckets] for fate in fates},
-                "highest": max(Counter(c.bucket for c in mine).values()),
-            }
-        )
+        stacks = {fate: [counts[fate, bucket] for bucket in _buckets(mine)] for fate in FATES}
+        covered = {
+            "labels": sorted({label for c in mine for label in c.labels}), "shapes": len({c.shape for c in mine}),
+            "by_source": [sum(stacks[source]) for source in SOURCES], "left": sum(stacks["left"]),
+        }  # fmt: skip
+        groups.append({**_group(quant, mine, {fate: stacks[fate] for fate in fates}), **covered})
     return {"groups": groups, "fates": fates}
 
 
@@ -71,29 +57,20 @@ def gain(facts: Facts) -> dict[str, Any]:
     known = [c for c in facts.written if c.gain is not None]
     kinds = _counts((c.gain_kind for c in known), GAINS)
     groups, rows = [], []
-    for quant in facts.quants:
-        for stage in STAGES:
-            mine = [c for c in known if (c.quant, c.stage) == (quant, stage)]
-            if mine:
-                curves = {kind: _curve([c for c in mine if c.gain_kind == kind], "gain", geomean) for kind in kinds}
-                sizes = _counts((c.gain_kind for c in mine), GAINS)
-                group = {"quant": quant, "stage": stage, "sizes": sizes, "curves": curves, "buckets": _buckets(mine)}
-                groups.append(group)
-        places: dict[tuple[int, str], list[Choice]] = {}
-        for c in known:
-            if c.quant == quant:
-                places.setdefault((c.bucket, c.gain_kind), []).append(c)
-        for bucket, kind in sorted(places, key=lambda place: (place[0], list(kinds).index(place[1]))):
-            mine = places[bucket, kind]
-            means = [geomean(_values([c for c in mine if c.stage == stage], "gain")) for stage in STAGES]
-            every = _values(mine, "gain")
-            rows.append((quant, kind, bucket, len(mine), [*means, min(every), max(every)]))
+    for (quant, stage), mine in _by(known, "quant", "stage"):
+        sizes = _counts((c.gain_kind for c in mine), GAINS)
+        curves = _curves(mine, kinds, "gain_kind", "gain", geomean)
+        groups.append({"quant": quant, "stage": stage, "sizes": sizes, "curves": curves, "buckets": _buckets(mine)})
+    for (quant, bucket, kind), mine in _by(known, "quant", "bucket", "gain_kind"):
+        gains = [_values([c for c in mine if c.stage == stage], "gain") for stage in STAGES]
+        every = _values(mine, "gain")
+        rows.append((quant, kind, bucket, len(mine), [*map(geomean, gains), min(every), max(every)]))
     # Without the outermost hundredths, which would flatten all others.
     low, high = np.quantile(_values(known, "gain") or [1.0], [0.005, 0.995]).tolist()
-    means_of = {kind: geomean(_values([c for c in known if c.gain_kind == kind], "gain")) for kind in kinds}
     return {
-        "choices": len(known), "kinds": kinds,
-        "measured": [c.quant for c in known if c.measured_gain], "means": means_of, "groups": groups, "rows": rows,
+        "choices": len(known), "kinds": kinds, "groups": groups, "rows": rows,
+        "means": {kind: geomean(_values(mine, "gain")) for (kind,), mine in _by(known, "gain_kind")},
+        "measured": [c.quant for c in known if c.measured_gain],
         "y": logarithmic(min(low, 1.0), high, "×"),
     }  # fmt: skip
 
@@ -103,25 +80,11 @@ def sure(facts: Facts) -> dict[str, Any]:
     stated = [c for c in facts.written if c.regret is not None and c.within is not None]
     kinds = _counts((c.source for c in stated), SOURCES)
     groups = []
-    for quant in facts.quants:
-        mine = [c for c in stated if c.quant == quant]
-        if mine:
-            bins = Counter((c.source, bisect.bisect_right(_EDGES, c.within or 0.0)) for c in mine)
-            stacks = {kind: [bins[kind, i] / len(mine) for i in range(len(_BINS))] for kind in kinds}
-            groups.append(
-                {
-                    "quant": quant,
-                    "choices": len(mine),
-                    "buckets": _buckets(mine),
-                    "curves": {kind: _curve([c for c in mine if c.source == kind], "regret", mean) for kind in kinds},
-                    "stacks": stacks,
-                    "highest": max(map(sum, zip(*stacks.values(), strict=True))),
-                }
-            )
-    return {
-        "choices": len(stated), "kinds": kinds, "groups": groups, "bins": _BINS,
-        "y": _to_highest(groups),
-    }  # fmt: skip
+    for (quant,), mine in _by(stated, "quant"):
+        bins = Counter((c.source, bisect.bisect_right(_EDGES, c.within or 0.0)) for c in mine)
+        stacks = {kind: [bins[kind, i] / len(mine) for i in range(len(_BINS))] for kind in kinds}
+        groups.append({**_group(quant, mine, stacks), "curves": _curves(mine, kinds, "source", "regret", mean)})
+    return {"choices": len(stated), "kinds": kinds, "groups": groups, "bins": _BINS, "y": _to_highest(groups)}
 
 
 def worst(facts: Facts) -> dict[str, Any]:
@@ -153,23 +116,16 @@ def tactics_map(facts: Facts, quant: str, most: int) -> dict[str, Any]:
     timed = Counter(c.shape for c in cells.values() if c.source in ("measured", "verified"))
     names = {c.shape: c for c in cells.values()}
     shapes = sorted(names, key=lambda shape: (-timed[shape], -len(names[shape].labels), shape))
-    called = Counter(c.name for c in names.values())
-    uses = Counter((c.tactic, c.stage) for c in cells.values() if c.written and c.tactic is not None)
-    used: Counter[Tactic] = Counter()
-    for (tactic, _), number in uses.items():
-        used[tactic] += number
-    ranked = sorted(used, key=lambda tactic: (-used[tactic], tactic))
+    shown = sorted((names[shape] for shape in shapes[:most]), key=lambda c: (c.name, c.shape))
+    # Where engines pass a deployment's layer in two shapes, its name says too little.
+    ambiguous = {name for name, number in Counter(c.name for c in names.values()).items() if number > 1}
+    used = [c for c in cells.values() if c.written and c.tactic is not None]
+    ranks = sorted((-n, tactic) for tactic, n in Counter(c.tactic for c in used if c.tactic is not None).items())
     return {
-        "quant": quant,
-        "cells": cells,
-        "shapes": len(shapes),
-        "shown": sorted((names[shape] for shape in shapes[:most]), key=lambda c: (c.name, c.shape)),
-        # Where engines pass a deployment's layer in two shapes, its name says too little.
-        "ambiguous": {name for name, number in called.items() if number > 1},
-        "buckets": sorted({c.bucket for c in cells.values()}),
-        "letters": {tactic: letters(i) for i, tactic in enumerate(ranked)},
-        "uses": uses,
-    }
+        "cells": cells, "shapes": len(shapes), "shown": shown, "ambiguous": ambiguous,
+        "buckets": _buckets(cells.values()), "uses": Counter((c.tactic, c.stage) for c in used),
+        "letters": {tactic: letters(i) for i, (_, tactic) in enumerate(ranks)},
+    }  # fmt: skip
 
 
 def unjudged(facts: Facts, models: Mapping[str, Model]) -> dict[str, list[str]]:
@@ -197,9 +153,9 @@ def held_out(computed: Mapping[str, Computed]) -> dict[str, Any]:
     return found
 
 
-def reliability(stated: Reliability, others: Reliability) -> dict[str, Curve]:
+def reliability(stated: Reliability, others: Reliability) -> dict[str, list[Point]]:
     """Return how often what is stated with a probability happens, as stated and corrected by other families."""
-    even = ((0.0, 0.0, 0.0, 0.0), (1.0, 1.0, 1.0, 1.0))
+    even = [(0.0, 0.0, 0.0, 0.0), (1.0, 1.0, 1.0, 1.0)]
     return {"even": even, "second": _happened(stated), "first": _happened(others)}
 
 
@@ -231,28 +187,47 @@ def _place(c: Choice) -> tuple[str, str, int, int, bool]:
     return c.quant, c.shape, c.stage, c.bucket, not c.fused
 
 
-def _curve(choices: Sequence[Choice], name: str, average: _Means) -> Curve:
-    """Return the mean over the choices of each bucket, and the middle 80 % of them as the band."""
-    by: dict[int, list[float]] = {}
+def _by(choices: Iterable[Choice], *names: str) -> list[tuple[tuple[Any, ...], list[Choice]]]:
+    """Return choices by the values of some of their attributes, in order."""
+    found: dict[tuple[Any, ...], list[Choice]] = {}
     for c in choices:
-        by.setdefault(c.bucket, []).append(getattr(c, name))
-    bands = {bucket: np.quantile(values, [0.1, 0.9]).tolist() for bucket, values in by.items()}
-    return tuple((float(bucket), average(values), *bands[bucket]) for bucket, values in sorted(by.items()))
+        found.setdefault(tuple(getattr(c, name) for name in names), []).append(c)
+    return sorted(found.items(), key=lambda item: [_RANKS.get(value, value) for value in item[0]])
 
 
-def _regrets(e: Evaluation) -> Curve:
+def _group(quant: str, choices: Sequence[Choice], stacks: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """Return what a plot of bars shows of a quantization; stacks are heights by kind."""
+    highest = max(map(sum, zip(*stacks.values(), strict=True)))
+    return {
+        "quant": quant, "choices": len(choices), "buckets": _buckets(choices), "stacks": stacks, "highest": highest,
+    }  # fmt: skip
+
+
+def _curves(
+    choices: Iterable[Choice], kinds: Iterable[str], kind: str, value: str, average: Callable[[list[float]], float]
+) -> dict[str, list[Point]]:
+    """Return by kind the mean over the choices of each bucket, and the middle 80 % of them as the band."""
+    curves: dict[str, list[Point]] = {name: [] for name in kinds}
+    for (bucket, name), mine in _by(choices, "bucket", kind):
+        values = _values(mine, value)
+        low, high = np.quantile(values, [0.1, 0.9]).tolist()
+        curves[name].append((float(bucket), average(values), low, high))
+    return curves
+
+
+def _regrets(e: Evaluation) -> list[Point]:
     """Return the geometric mean of each bucket's regrets less 1, and a band from the median to the 90th percentile."""
     found = []
     for bucket in np.unique(e.keys[:, 2]).tolist():
         mine = e.regrets[e.keys[:, 2] == bucket]
         low, high = (np.quantile(mine, [0.5, 0.9]) - 1.0).tolist()
         found.append((float(bucket), float(np.expm1(np.log(mine).mean())), low, high))
-    return tuple(found)
+    return found
 
 
-def _happened(found: Reliability) -> Curve:
+def _happened(found: Reliability) -> list[Point]:
     bins = zip(found.stated, found.happened, found.count, strict=True)
-    return tuple((stated, happened, happened, happened) for stated, happened, n in bins if n >= LEAST)
+    return [(stated, happened, happened, happened) for stated, happened, n in bins if n >= LEAST]
 
 
 def _to_highest(groups: Iterable[dict[str, Any]]) -> Axis:

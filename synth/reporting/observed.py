@@ -94,24 +94,6 @@ class Conditions:
 
 
 @dataclass(frozen=True)
-class Failure:
-    """A way in which timings failed.
-
-    Attributes
-    ----------
-    stage : int
-    tactic, error : str
-    timings, shapes : int
-    """
-
-    stage: int
-    tactic: str
-    error: str
-    timings: int
-    shapes: int
-
-
-@dataclass(frozen=True)
 class Numbers:
     """Which of the config's pairs of tactics were run beside the fallback and gave its numbers.
 
@@ -155,8 +137,8 @@ class Observed:
     drifts : tuple of Drift
     drifted : tuple of (str, int, float)
         Label, pass and drift where the reference tactic's time moved by more than 1 % within a pass.
-    failures : tuple of Failure
-        The commonest first.
+    failures : list of (int, str, str, int, int)
+        Ways in which timings failed, the commonest first: stage, tactic, error, and how many timings and shapes.
     denials : tuple of Denial
         What `synth verify` has denied.
     numbers : Numbers
@@ -173,7 +155,7 @@ class Observed:
     conditions: tuple[Conditions, ...]
     drifts: tuple[Drift, ...]
     drifted: tuple[tuple[str, int, float], ...]
-    failures: tuple[Failure, ...]
+    failures: Sequence[tuple[int, str, str, int, int]]
     denials: tuple[Denial, ...]
     numbers: Numbers
     served: Set[tuple[int, Tactic | None]]
@@ -417,11 +399,11 @@ def _drifted(part: ShapeTimings) -> list[tuple[str, int, float]]:
     return [(foreign(part.label, 60), n, d) for n, d in moved if d is not None and abs(d) > DRIFTED]
 
 
-def _failures(parts: Sequence[ShapeTimings]) -> tuple[Failure, ...]:
+def _failures(parts: Sequence[ShapeTimings]) -> list[tuple[int, str, str, int, int]]:
     groups: dict[tuple[int, str, str], list[MoEShape]] = {}
     for part in parts:
         for row, error in part.errors.items():
             tactic = foreign(part.tactics.get(int(part.tactic[row]), f"id {int(part.tactic[row])}"))
             groups.setdefault((int(part.stage[row]), tactic, foreign(error)), []).append(part.shape)
-    found = [Failure(*names, timings=len(shapes), shapes=len(set(shapes))) for names, shapes in groups.items()]
-    return tuple(sorted(found, key=lambda f: (-f.timings, f.stage, f.tactic, f.error)))
+    found = [(*names, len(shapes), len(set(shapes))) for names, shapes in groups.items()]
+    return sorted(found, key=lambda failure: (-failure[3], failure))

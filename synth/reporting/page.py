@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -25,7 +26,7 @@ _FILTERS = (
     texts.count, texts.counted, texts.foreign, texts.loud, texts.milliseconds, texts.percent, texts.regret,
     texts.span, texts.summary, texts.times, plots.tenths,
 )  # fmt: skip
-_FIGURES = (figures.sources, figures.coverage, figures.gain, figures.sure, figures.worst)
+_FIGURES = (figures.coverage, figures.gain, figures.sure, figures.worst)
 _NAMES = {
     "DRIFTED": observed.DRIFTED, "DRIFT_NAMES": observed.DRIFT_NAMES, "LEAST": figures.LEAST, "NBSP": texts.NBSP,
     "POLICY": POLICY, "SOURCES": SOURCES, "STAGES": STAGES, "TILES": _TILES, "TOLERANCE": TOLERANCE, "plots": plots,
@@ -60,5 +61,7 @@ def render(facts: Facts, models: Mapping[str, Model], computed: Mapping[str, Com
     """
     shown = {function.__name__: function(facts) for function in _FIGURES}
     judged = {"unjudged": figures.unjudged(facts, models), "held_out": figures.held_out(computed)}
-    given = {"f": facts, "written": facts.written, "models": models, "computed": computed}
+    written = facts.written
+    sources = Counter(c.source for c in written)
+    given = {"f": facts, "written": written, "sources": sources, "models": models, "computed": computed}
     return templates().get_template("page.html.j2").render(given, **shown, **judged, **more)

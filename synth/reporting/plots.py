@@ -32,8 +32,8 @@ _LOG_STEPS: tuple[tuple[float, tuple[float, ...]], ...] = (
     (0.0, (*(1 + i / 10 for i in range(10)), *(2 + i / 5 for i in range(40)))),
 )
 
-#: A value at a place, and the ends of the band around it: x, y, low, high.
-Curve = tuple[tuple[float, float, float, float], ...]
+#: A point of a curve, and the ends of the band around it: x, y, low, high.
+Point = tuple[float, float, float, float]
 
 
 @dataclass(frozen=True)
