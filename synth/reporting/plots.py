@@ -2,10 +2,10 @@
 
 No plotting library draws them, since none that is light enough gives what the page promises: the same bytes each time,
 no script, no id that two plots of a page share, colours of the page's style sheet (so that the plots follow it into
-the dark and into print), a logarithmic axis of tokens beside a linear one, bands and stacked bars. Of those that need
-nothing compiled, pygal 3.1 writes a script and the day into every plot and has logarithms on both axes or on none,
+the dark and into print), a logarithmic axis of tokens beside a linear one, bands and stacked bars. Of those tried,
+pygal 3.1 writes a script and the day into every plot and has logarithms on both axes or on none,
 leather 0.4 has neither logarithms nor bands nor stacks, ziaplot 0.9 numbers clips and markers anew in each plot so that
-they clash on one page, and toyplot 2.1 brings 110 MB.
+they clash on one page, and toyplot 2.1 brings Pillow, ReportLab and 40 MB.
 
 Plots are drawn at the size in which they are shown, so that their text is readable at any width. Each kind of number
 has a colour, a dash and a marker of its own, so that nothing rests on colour alone.
