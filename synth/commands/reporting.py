@@ -41,7 +41,6 @@ def report(
     from synth.catalog.files import write_atomically
     from synth.catalog.paths import readable
     from synth.errors import SynthError
-    from synth.performance.held_out import workers
     from synth.reporting import report as make
     from synth.reporting.console import problems, progress
 
@@ -52,15 +51,22 @@ def report(
         raise SynthError(f"-o {path} is the config itself; name another file")
     bad: list[Any] = []
     with ExitStack() as stack:
+        held: dict[str, Any] = {}
+        if held_out:
+            from synth.performance.held_out import workers
+
+            held = {
+                "held_out": True,
+                "progress": stack.enter_context(progress("holding families out")),
+                "pool": stack.enter_context(workers()),
+            }
         page = make(
             file,
             model_folders=readable("models", own_models),
             measurements=readable("measurements", own_measurements),
-            held_out=held_out,
             map_shapes=map_shapes,
             problems=bad,
-            progress=stack.enter_context(progress("holding families out")) if held_out else None,
-            pool=stack.enter_context(workers()) if held_out else None,
+            **held,
         ).encode()
     problems(bad)
     write_atomically(path, page)

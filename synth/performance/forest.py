@@ -6,18 +6,20 @@ Trees are stored breadth first, so that the children of a tree's j-th inner node
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from sklearn.tree import DecisionTreeRegressor
-from sklearn.tree._tree import Tree
 
 from synth.errors import SynthError
 from synth.performance.geometry import Floats
+
+if TYPE_CHECKING:
+    from sklearn.tree import DecisionTreeRegressor
 
 #: Marks a leaf in the array of features.
 LEAF = 255
@@ -52,8 +54,11 @@ class Forest:
     features: int
 
     def __post_init__(self) -> None:
-        trees = _build(self)
-        object.__setattr__(self, "_trees", trees)
+        _check(self)
+
+    @cached_property
+    def _trees(self) -> list[Any]:
+        return _build(self)
 
     @classmethod
     def of(cls, estimators: Sequence[DecisionTreeRegressor]) -> Forest:
@@ -88,7 +93,7 @@ class Forest:
         mean, sd : ndarray of float64, shape (cells,)
         """
         x = np.ascontiguousarray(x, dtype=np.float32)
-        trees: list[Any] = self._trees  # type: ignore[attr-defined]
+        trees = self._trees
 
         def part(mine: list[Any]) -> tuple[Floats, Floats]:
             total = np.zeros(len(x))
@@ -110,7 +115,7 @@ class Forest:
     def each(self, x: NDArray[np.float32]) -> Floats:
         """Return what each tree predicts, shape (trees, cells)."""
         x = np.ascontiguousarray(x, dtype=np.float32)
-        trees: list[Any] = self._trees  # type: ignore[attr-defined]
+        trees = self._trees
         with ThreadPoolExecutor(_THREADS) as pool:
             return np.array(list(pool.map(lambda tree: tree.predict(x).ravel(), trees)))
 
@@ -151,8 +156,8 @@ def _rounded(threshold: NDArray[np.float32]) -> NDArray[np.float32]:
     return ((bits + half) & np.uint32(~((1 << _DROPPED_BITS) - 1) & 0xFFFFFFFF)).view(np.float32)
 
 
-def _build(forest: Forest) -> list[Any]:
-    """Make scikit-learn trees of the arrays, having checked every index that its traversal follows."""
+def _check(forest: Forest) -> None:
+    """Check every index that scikit-learn's traversal follows; this needs no scikit-learn."""
     sizes, feature, value = forest.sizes.astype(np.int64), forest.feature, forest.value
     inner = feature != LEAF
     if (
@@ -166,28 +171,41 @@ def _build(forest: Forest) -> list[Any]:
         or not np.isfinite(value).all()
     ):
         raise SynthError("its forest's arrays contradict each other")
+    for mine, child, _, _ in _split(forest):
+        if len(mine) != 2 * int(mine.sum()) + 1 or (child[mine] <= np.flatnonzero(mine)).any():
+            raise SynthError("its forest's trees are not trees")
+
+
+def _split(forest: Forest) -> Iterator[tuple[NDArray[np.bool_], NDArray[np.int64], slice, slice]]:
+    """Yield of each tree which nodes are inner ones, their left children, and where its nodes and thresholds are."""
+    inner = forest.feature != LEAF
+    ends = np.cumsum(forest.sizes.astype(np.int64))
+    inner_ends = np.concatenate([[0], np.cumsum(inner)])
+    for start, end in zip(ends - forest.sizes, ends, strict=True):
+        mine = inner[start:end]
+        yield mine, 2 * (np.cumsum(mine) - mine) + 1, slice(start, end), slice(inner_ends[start], inner_ends[end])
+
+
+def _build(forest: Forest) -> list[Any]:
+    """Make scikit-learn trees of checked arrays."""
+    from sklearn.tree import DecisionTreeRegressor
+    from sklearn.tree._tree import Tree
+
     # One tiny tree tells how this scikit-learn lays out a node.
     sample = DecisionTreeRegressor().fit(np.zeros((1, forest.features)), np.zeros(1)).tree_
     layout = sample.__getstate__()["nodes"].dtype
     trees = []
-    ends = np.cumsum(sizes)
-    inner_ends = np.concatenate([[0], np.cumsum(inner)])
-    for start, end in zip(ends - sizes, ends, strict=True):
-        mine = inner[start:end]
-        rank = np.cumsum(mine) - mine
-        child = 2 * rank + 1
-        n = end - start
-        if n != 2 * int(mine.sum()) + 1 or (child[mine] <= np.flatnonzero(mine)).any():
-            raise SynthError("its forest's trees are not trees")
+    for mine, child, at, inner in _split(forest):
+        n = len(mine)
         nodes = np.zeros(n, dtype=layout)
         nodes["left_child"] = np.where(mine, child, -1)
         nodes["right_child"] = np.where(mine, child + 1, -1)
-        nodes["feature"] = np.where(mine, feature[start:end].astype(np.int64), -2)
-        nodes["threshold"][mine] = forest.threshold[inner_ends[start] : inner_ends[end]]
+        nodes["feature"] = np.where(mine, forest.feature[at].astype(np.int64), -2)
+        nodes["threshold"][mine] = forest.threshold[inner]
         nodes["n_node_samples"] = 1
         nodes["weighted_n_node_samples"] = 1.0
         values = np.zeros((n, 1, 1))
-        values[~mine, 0, 0] = value[start - inner_ends[start] : end - inner_ends[end]]
+        values[~mine, 0, 0] = forest.value[at.start - inner.start : at.stop - inner.stop]
         tree = Tree(forest.features, np.ones(1, dtype=np.intp), 1)
         tree.__setstate__({"max_depth": int(n), "node_count": int(n), "nodes": nodes, "values": values})
         trees.append(tree)

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import gammaln
 
 from synth.catalog.shapes import MoEShape
 from synth.performance.routing import UNIFORM, Routing
@@ -80,6 +79,8 @@ def expert_rows(tokens: int, probability: float) -> RowDistribution:
     probability : float
         Chance that a token goes to this expert, in (0, 1].
     """
+    from scipy.special import gammaln
+
     if probability >= 1.0:
         return RowDistribution(np.array([tokens]), np.array([1.0]))
     mean = tokens * probability

@@ -29,7 +29,8 @@ from synth.performance.evaluation import Evaluation, Judge, baselines, held_out_
 from synth.performance.geometry import Floats, Ints
 from synth.performance.model import Cells, PerformanceModel, Prediction, swept_buckets
 from synth.performance.posterior import NEAR, update
-from  import read_table
+from synth.timings.flat import read_flat
+from synth.timings.folders import combine
 from synth.timings.table import Timings
 
 T = TypeVar("T")
@@ -283,7 +284,7 @@ def against_table(
     SynthError
         When the table can't be read, there is no model for it, or every shape is in the training data.
     """
-    tables = read_table(path, device.name, device.tactics_arch, flashinfer, problems=problems)
+    tables = combine(read_flat(path, device.name, device.tactics_arch, flashinfer, problems=problems))
     results = [_against_model(t, models, path.name) for t in tables if quant in (None, t.origin.quant)]
     scored = [r for r in results if r.evaluations]
     # Shapes of a quantization that was refused whole are named with the first result.

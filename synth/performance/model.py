@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from sklearn.ensemble import ExtraTreesRegressor
 
 from synth.catalog import untrusted
 from synth.catalog.devices import Device, get_device
@@ -286,6 +285,8 @@ class PerformanceModel:
         return model._fit_sample(cells, ms, start)
 
     def _fit_sample(self, cells: Cells, ms: Floats, start: PerformanceModel) -> PerformanceModel:
+        from sklearn.ensemble import ExtraTreesRegressor
+
         site, row = cells.sites()
         w = self._work(site, row, cells)
         self.roofline_, self.borrowed_ = start.roofline_, start.borrowed_
@@ -337,6 +338,8 @@ class PerformanceModel:
                 yield stage, at, Cells(cells.shapes, shape, stages, tokens, np.tile(ids, len(at)), cells.routing)
 
     def _grow(self, x: NDArray[np.float32], y: Floats, weight: Floats | None, trees: int, seed: int) -> Forest:
+        from sklearn.ensemble import ExtraTreesRegressor
+
         forest = ExtraTreesRegressor(
             trees, min_samples_leaf=self.leaf, max_features=self.features, n_jobs=self.jobs, random_state=seed
         )

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from synth.errors import SynthError
 from synth.reporting import trust
-from synth.reporting.behind import Behind
 from synth.reporting.facts import load
 from synth.reporting.observed import observe
 from synth.reporting.page import render
@@ -61,7 +60,7 @@ def report(
     bad: list[Problem] = []
     facts = load(config)
     found = trust.models(facts, model_folders)
-    facts, observed = observe(facts, measurements, bad, {quant: m.policy for quant, m in found.items()})
+    facts, observed = observe(facts, measurements, bad, {quant: m.origin.policy for quant, m in found.items()})
     computed: dict[str, trust.Computed] = {}
     refused: dict[str, str] = {}
     for quant, one in observed.items() if held_out else ():
@@ -71,4 +70,4 @@ def report(
             refused[quant] = str(e)
     if problems is not None:
         problems += bad
-    return render(Behind(facts, observed, found, computed, refused, len(bad), map_shapes))
+    return render(facts, found, computed, observed=observed, refused=refused, problems=len(bad), map_shapes=map_shapes)

@@ -15,11 +15,16 @@ from synth.configs import sidecar as sidecars
 from synth.configs.matching import check_sidecar
 from synth.configs.model import Config
 from synth.configs.reading import read
+from synth.configs.sidecar import SOURCES
 from synth.errors import SynthError
 from synth.flashinfer.tactics import Tactic, TacticTable, load_table
 from synth.flashinfer.versions import contract_for
-from synth.reporting.markup import foreign
+from synth.reporting.texts import foreign
 
+#: Kinds of gains: both times are timings, or at least one is the model's, or nothing was ever timed.
+GAINS = ("measured", "predicted", "analytical")
+#: What a choice may be: its source where it is in the config, unknown without a sidecar, or left out.
+FATES = (*SOURCES, "unknown", "left")
 #: Longest text of a shape or a tactic that is parsed.
 _LONGEST = 200
 #: Bounds of a time in ms and of a token count; what lies beyond was not measured on a GPU.
@@ -37,19 +42,17 @@ class Choice:
     ----------
     quant, shape : str
         ``""`` where the key doesn't tell.
-    labels : tuple of str
-        Deployments that pass this layer; empty without a sidecar.
     stage, bucket : int
     fused : bool
         For servers that let gemm2 fuse the finalize step.
+    tactic, runner_up : Tactic or None
+        None where they are unknown.
+    labels : tuple of str
+        Deployments that pass this layer; empty without a sidecar.
     source : str
         One of :data:`synth.configs.sidecar.SOURCES`; ``"unknown"`` without a sidecar.
     written : bool
         It is in the config; else it is left out.
-    keys : int
-        Keys that ask for it.
-    tactic, runner_up : Tactic or None
-        None where they are unknown.
     ms, runner_up_ms, fallback_ms : float or None
         In ms; measured or predicted as `source` says.
     regret : float or None
@@ -62,14 +65,13 @@ class Choice:
 
     quant: str
     shape: str
-    labels: tuple[str, ...]
     stage: int
     bucket: int
     fused: bool
-    source: str
-    written: bool
-    keys: int
     tactic: Tactic | None
+    labels: tuple[str, ...] = ()
+    source: str = "unknown"
+    written: bool = True
     runner_up: Tactic | None = None
     ms: float | None = None
     runner_up_ms: float | None = None
@@ -82,6 +84,24 @@ class Choice:
     def gain(self) -> float | None:
         """The fallback's time over the choice's."""
         return self.fallback_ms / self.ms if self.ms is not None and self.fallback_ms is not None else None
+
+    @property
+    def gain_kind(self) -> str:
+        """What the gain is, one of ``GAINS``."""
+        if self.measured_gain:
+            return "measured"
+        return "analytical" if self.source == "analytical" else "predicted"
+
+    @property
+    def fate(self) -> str:
+        """The source, or that it is left out: one of ``FATES``."""
+        return self.source if self.written else "left"
+
+    @property
+    def name(self) -> str:
+        """What the layer is called: a deployment that has it, and how many more do; else the shape."""
+        more = f" +{len(self.labels) - 1}" if len(self.labels) > 1 else ""
+        return f"{self.labels[0]}{more}" if self.labels else self.shape or "not readable"
 
     @property
     def margin(self) -> float | None:
@@ -172,9 +192,9 @@ class Facts:
         return tuple(q for q in (*QUANTS, "") if q in there)
 
     @property
-    def buckets(self) -> tuple[int, ...]:
-        """The token buckets of the choices, ascending."""
-        return tuple(sorted({c.bucket for c in self.choices}))
+    def analytical(self) -> frozenset[str]:
+        """The quantizations with a choice that nothing was timed for."""
+        return frozenset(c.quant for c in self.choices if c.source == "analytical")
 
     def table(self, quant: str) -> TacticTable | None:
         """Return the tactics of a quantization; None where they are unknown."""
@@ -202,6 +222,7 @@ def load(path: Path) -> Facts:
         unreadable = 0
     else:
         choices, unreadable = _choices_of_keys(config, arch, flashinfer)
+    routing = said.get("routing")
     ported = sorted({r.ported_from for r in sidecar.records if r.ported_from}) if sidecar else []
     return Facts(
         name=foreign(path.name),
@@ -219,7 +240,7 @@ def load(path: Path) -> Facts:
         origins=_origins(said.get("sources")),
         engines=_texts(said.get("engines")),
         max_tokens=tuple(sorted(n for n in _list(said.get("max_tokens")) if type(n) is int and 0 < n <= _MOST_TOKENS)),
-        routing=_routing(said.get("routing")),
+        routing=foreign(_text(_object(routing).get("text")) or "unnamed") if routing is not None else "",
         ported_from=tuple(foreign(v, 40) for v in ported),
     )
 
@@ -234,14 +255,13 @@ def _choice(path: Path, number: int, record: sidecars.Record) -> Choice:
         return Choice(
             quant=record.quant,
             shape=_shape(record.shape),
-            labels=tuple(foreign(label, 60) for label in record.labels),
             stage=record.stage,
             bucket=record.bucket,
             fused=record.fused_finalize,
+            tactic=_tactic(record.tactic),
+            labels=tuple(map(_label, record.labels)),
             source=record.source,
             written=record.written,
-            keys=len(record.keys),
-            tactic=_tactic(record.tactic),
             runner_up=_tactic(record.runner_up),
             ms=_within(record.ms, "ms", *_TIMES),
             runner_up_ms=_within(record.runner_up_ms, "runner_up_ms", *_TIMES),
@@ -262,47 +282,42 @@ def _choices_of_keys(config: Config, arch: str, flashinfer: str) -> tuple[tuple[
         if key is None or key.stage is None or not 0 < key.bucket <= _MOST_TOKENS:
             continue
         meaning = entry.meaning(flashinfer, arch or None)
-        found.append(
-            Choice(
-                quant=meaning.quant,
-                shape=str(meaning.shape or ""),
-                labels=(),
-                stage=key.stage,
-                bucket=key.bucket,
-                fused=meaning.fused,
-                source="unknown",
-                written=True,
-                keys=1,
-                tactic=meaning.tactic,
-                ms=_possible(entry.time_ms),
-                runner_up_ms=_possible(entry.runner_up_ms),
-            )
-        )
+        place = meaning.quant, str(meaning.shape or ""), key.stage, key.bucket, meaning.fused
+        ms, runner_up_ms = _possible(entry.time_ms), _possible(entry.runner_up_ms)
+        found.append(Choice(*place, meaning.tactic, ms=ms, runner_up_ms=runner_up_ms))
     found.sort(key=lambda c: (c.quant, c.shape, c.stage, c.bucket, not c.fused))
     return tuple(found), len(config.entries) - len(found)
 
 
 @functools.lru_cache(maxsize=64)
-def _table(arch: str, quant: str, flashinfer: str) -> TacticTable | None:
+def _table(arch: str, quant: str, flashinfer: str, fused: bool = True) -> TacticTable | None:
     try:
         contract_for(flashinfer)
-        return load_table(arch, quant, flashinfer)
+        table = load_table(arch, quant, flashinfer)
     except (SynthError, OSError, ValueError):
         return None
+    return table if fused else table.without_fused_finalize()
 
 
 @functools.lru_cache(maxsize=4096)
 def _tactic(text: str) -> Tactic:
-    if len(text) > _LONGEST:
-        raise SynthError("its tactic is longer than any")
-    return Tactic.parse(text)
+    return Tactic.parse(_short(text, "tactic"))
 
 
 @functools.lru_cache(maxsize=4096)
 def _shape(text: str) -> str:
+    return str(MoEShape.parse(_short(text, "shape")))
+
+
+def _short(text: str, name: str) -> str:
     if len(text) > _LONGEST:
-        raise SynthError("its shape is longer than any")
-    return str(MoEShape.parse(text))
+        raise SynthError(f"its {name} is longer than any")
+    return text
+
+
+@functools.lru_cache(maxsize=4096)
+def _label(text: str) -> str:
+    return foreign(text, 60)
 
 
 def _device(gpu: str) -> Device | None:
@@ -332,12 +347,6 @@ def _origins(value: object) -> dict[str, Origin]:
             fingerprint = foreign(_text(said.get("model")), 64)
             found[quant] = Origin(foreign(_text(said.get("from"))), fingerprint, _texts(said.get("denied")))
     return found
-
-
-def _routing(value: object) -> str:
-    if value is None:
-        return ""
-    return foreign(_text(_object(value).get("text")) or "unnamed")
 
 
 def _object(value: object) -> Mapping[str, object]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -15,45 +15,27 @@ from synth.catalog.shapes import MoEShape
 from synth.errors import SynthError
 from synth.flashinfer.tactics import Tactic, TacticTable
 from synth.performance.evaluation import Evaluation, Judge
-from synth.performance.geometry import Floats
+from synth.performance.geometry import Ints
 from synth.performance.model import swept_buckets
 from synth.reporting.facts import Choice, Facts
-from synth.reporting.markup import foreign
+from synth.reporting.texts import foreign
 from synth.timings.folders import combine, load_shapes
 from synth.timings.records import DENIED, Agreement, Denial, load_agreed
 from synth.timings.rows import Problem
 from synth.timings.table import ShapeTimings, Timings, times_by_bucket
 
+#: Sources of choices that were timed.
+_TIMED = ("measured", "verified")
 #: Times of six digits that differ by less are equal.
 _EQUAL = 2e-5
 #: Bounds of differences between passes that are counted together.
-DRIFTS = (0.001, 0.005, 0.01, 0.02, 0.05)
+_DRIFTS = (0.001, 0.005, 0.01, 0.02, 0.05)
+#: What the shares between them are called, in percent.
+DRIFT_NAMES = ("≤0.1", "≤0.5", "≤1", "≤2", "≤5", ">5")
 #: Tactics this near their bucket's best are looked at alone: those are chosen from.
 NEAR_BEST = 1.1
 #: Where the timings of a pass are summarised by their reference, a pass that drifted by more is named.
 DRIFTED = 0.01
-
-
-@dataclass(frozen=True)
-class Claims:
-    """What came of looking the measured and verified choices of a quantization up in the timings.
-
-    Attributes
-    ----------
-    choices : int
-        Choices that are called measured or verified.
-    found : int
-        Of these, those whose tactic was timed in their bucket; a measured one's time must be that of the timings.
-    gains : int
-        Of these, those whose fallback was timed there too, at the time that is stated.
-    regrets : Evaluation or None
-        The measured choices in swept buckets, judged by all timings and by later passes alone.
-    """
-
-    choices: int
-    found: int
-    gains: int
-    regrets: Evaluation | None
 
 
 @dataclass(frozen=True)
@@ -71,8 +53,8 @@ class Drift:
         The same of cells near the best; NaN without any.
     shift : float
         Median difference: what made the whole pass slower (positive) or faster.
-    shares : tuple of float
-        Share of the cells up to each of ``DRIFTS``, and beyond.
+    counts : ndarray of int
+        Cells up to each bound of ``DRIFT_NAMES``, and beyond.
     """
 
     pass_: int
@@ -83,7 +65,7 @@ class Drift:
     most: float
     near_p95: float
     shift: float
-    shares: tuple[float, ...]
+    counts: Ints
 
 
 @dataclass(frozen=True)
@@ -92,49 +74,24 @@ class Conditions:
 
     Attributes
     ----------
-    source, driver, cuda, torch : str
+    software : tuple of str
+        Source, driver, CUDA and torch.
     passes, timings : int
-    dates : tuple of str
-        First and last day.
-    power_w, temperature_c, sm_clock_mhz, sm_clock_max_mhz : tuple of float
-        Least and most; empty where nothing was recorded.
-    reference : tuple of float
-        Least and most drift of the reference tactic over a pass, as shares.
     throttled : int
         Passes with a reason to throttle.
+    dates : tuple of str
+        First and last day.
+    spans : dict of str to tuple of float
+        Least and most of ``power_limit_w``, ``temperature_c``, ``sm_clock_mhz``, ``sm_clock_max_mhz``, and of the drift
+        of the ``reference`` tactic over a pass, as a share; empty where nothing was recorded.
     """
 
-    source: str
-    driver: str
-    cuda: str
-    torch: str
+    software: tuple[str, ...]
     passes: int
     timings: int
-    dates: tuple[str, ...]
-    power_w: tuple[float, ...]
-    temperature_c: tuple[float, ...]
-    sm_clock_mhz: tuple[float, ...]
-    sm_clock_max_mhz: tuple[float, ...]
-    reference: tuple[float, ...]
     throttled: int
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A way in which timings failed.
-
-    Attributes
-    ----------
-    stage : int
-    tactic, error : str
-    timings, shapes : int
-    """
-
-    stage: int
-    tactic: str
-    error: str
-    timings: int
-    shapes: int
+    dates: tuple[str, ...]
+    spans: Mapping[str, tuple[float, ...]]
 
 
 @dataclass(frozen=True)
@@ -172,31 +129,58 @@ class Observed:
     ----------
     quant : str
     timings : Timings
-    claims : Claims
+    claimed, claims_found, gains_found : int
+        Choices in the config that are called measured or verified; of these, those that were timed in their bucket at
+        the time that is stated; of these, those whose fallback was timed there too, at the time that is stated.
+    judged : Evaluation or None
+        The measured choices in swept buckets, judged by all timings and by later passes alone.
     conditions : tuple of Conditions
     drifts : tuple of Drift
     drifted : tuple of (str, int, float)
         Label, pass and drift where the reference tactic's time moved by more than 1 % within a pass.
-    failures : tuple of Failure
-        The commonest first.
-    failed, throttled : int
-        Timings.
+    failures : list of (int, str, str, int, int)
+        Ways in which timings failed, the commonest first: stage, tactic, error, and how many timings and shapes.
     denials : tuple of Denial
         What `synth verify` has denied.
     numbers : Numbers
+    served : set of (int, Tactic)
+        The stages and tactics in the config.
     """
 
     quant: str
     timings: Timings
-    claims: Claims
+    claimed: int
+    claims_found: int
+    gains_found: int
+    judged: Evaluation | None
     conditions: tuple[Conditions, ...]
     drifts: tuple[Drift, ...]
     drifted: tuple[tuple[str, int, float], ...]
-    failures: tuple[Failure, ...]
-    failed: int
-    throttled: int
+    failures: Sequence[tuple[int, str, str, int, int]]
     denials: tuple[Denial, ...]
     numbers: Numbers
+    served: Set[tuple[int, Tactic | None]]
+
+    @property
+    def shapes(self) -> int:
+        """Shapes that were timed."""
+        return len(np.unique(self.timings.shape))
+
+    @property
+    def failed(self) -> int:
+        """Timings that failed."""
+        return int(np.isnan(self.timings.ms).sum())
+
+    @property
+    def throttled(self) -> int:
+        """Timings that were taken while the GPU throttled."""
+        return int(self.timings.throttled.sum())
+
+    @property
+    def drift_shares(self) -> list[float]:
+        """Share of the cells up to each bound of ``DRIFT_NAMES``, over all later passes."""
+        counts = np.sum([d.counts for d in self.drifts], axis=0)
+        return list((counts / counts.sum()).tolist())
 
 
 def observe(
@@ -222,7 +206,7 @@ def observe(
         return _confirmed(facts, {}), found
     parts = load_shapes(roots, facts.device.name, None, facts.flashinfer, problems=problems) if roots else []
     real = [p for p in parts if not p.origin.simulated]
-    known: dict[str, dict[tuple[str, int, int], dict[int, float]]] = {}
+    known: dict[str, _Times[str]] = {}
     for quant in facts.quants:
         tables = combine([p for p in real if p.origin.quant == quant])
         policy = policies.get(quant)
@@ -232,47 +216,48 @@ def observe(
         timings = max(tables, key=len)
         mine = [p for p in real if p.origin == timings.origin]
         merged = timings.averaged()
-        known[quant] = {
-            (str(timings.shapes[shape]), stage, bucket): times
-            for (shape, stage, bucket), times in times_by_bucket(merged).items()
-        }
+        times = times_by_bucket(merged)
+        known[quant] = {(str(timings.shapes[i]), stage, n): ms for (i, stage, n), ms in times.items()}
+        written = [c for c in facts.written if c.quant == quant]
+        looked_up = [_timed(facts, c, known[quant]) for c in written if c.source in _TIMED]
         drifted = [d for p in mine for d in _drifted(p)]
         found[quant] = Observed(
             quant=quant,
             timings=timings,
-            claims=_claims(facts, quant, timings, merged, known[quant]),
+            claimed=len(looked_up),
+            claims_found=sum(own for own, _ in looked_up),
+            gains_found=sum(both for _, both in looked_up),
+            judged=_judged(facts, written, timings, merged),
             conditions=_conditions(mine),
-            drifts=_drifts(timings, merged),
+            drifts=_drifts(timings, times),
             drifted=tuple(sorted(drifted, key=lambda d: (-abs(d[2]), d[0], d[1]))),
             failures=_failures(mine),
-            failed=int(np.isnan(timings.ms).sum()),
-            throttled=int(timings.throttled.sum()),
             denials=DENIED.load(roots, timings.origin),
-            numbers=_numbers(facts, quant, load_agreed(roots, timings.origin)),
+            numbers=_numbers(written, load_agreed(roots, timings.origin)),
+            served={(c.stage, c.tactic) for c in written},
         )
     return _confirmed(facts, known), found
 
 
-#: Source, driver, CUDA and torch.
-_Software = tuple[str, str, str, str]
-_Known = Mapping[str, Mapping[tuple[str, int, int], Mapping[int, float]]]
+#: What passes are grouped by.
+_SOFTWARE = ("source", "driver", "cuda", "torch")
+#: What conditions say the least and the most of.
+_SPANS = ("power_limit_w", "temperature_c", "sm_clock_mhz", "sm_clock_max_mhz")
+#: Times in ms by tactic id, by shape or its index, stage and bucket.
+_S = TypeVar("_S", str, int)
+_Times = Mapping[tuple[_S, int, int], Mapping[int, float]]
 
 
-def _confirmed(facts: Facts, known: _Known) -> Facts:
-    choices = []
-    for c in facts.choices:
-        if c.source not in ("measured", "verified"):
-            choices.append(c)
-        elif c.quant in known:
-            choices.append(replace(c, measured_gain=_timed(facts, c, known[c.quant])[1]))
-        else:
-            choices.append(replace(c, measured_gain=c.source == "measured" and c.gain is not None))
-    return replace(facts, choices=tuple(choices))
+def _confirmed(facts: Facts, known: Mapping[str, _Times[str]]) -> Facts:
+    def is_measured(c: Choice) -> bool:
+        if c.quant in known:
+            return c.source in _TIMED and _timed(facts, c, known[c.quant])[1]
+        return c.source == "measured" and c.gain is not None
+
+    return replace(facts, choices=tuple(replace(c, measured_gain=True) if is_measured(c) else c for c in facts.choices))
 
 
-def _timed(
-    facts: Facts, choice: Choice, known: Mapping[tuple[str, int, int], Mapping[int, float]]
-) -> tuple[bool, bool]:
+def _timed(facts: Facts, choice: Choice, known: _Times[str]) -> tuple[bool, bool]:
     """Return whether a choice's time is that of the timings, and whether the fallback's is as well."""
     table = facts.table(choice.quant)
     times = known.get((choice.shape, choice.stage, choice.bucket), {})
@@ -293,26 +278,9 @@ def _equal(timed: float | None, stated: float | None) -> bool:
     return timed is not None and stated is not None and abs(timed / stated - 1.0) <= _EQUAL
 
 
-def _claims(
-    facts: Facts,
-    quant: str,
-    timings: Timings,
-    merged: Timings,
-    known: Mapping[tuple[str, int, int], Mapping[int, float]],
-) -> Claims:
-    mine = [c for c in facts.written if c.quant == quant and c.source in ("measured", "verified")]
-    checked = [_timed(facts, c, known) for c in mine]
-    return Claims(
-        len(mine),
-        sum(own for own, _ in checked),
-        sum(both for _, both in checked),
-        _judged(facts, quant, timings, merged),
-    )
-
-
-def _judged(facts: Facts, quant: str, timings: Timings, merged: Timings) -> Evaluation | None:
+def _judged(facts: Facts, written: Sequence[Choice], timings: Timings, merged: Timings) -> Evaluation | None:
     """Judge the measured choices of servers that fuse the finalize step: these may run every tactic of a bucket."""
-    table = facts.table(quant)
+    table = facts.table(timings.origin.quant)
     if table is None or not len(merged):
         return None
     keys, bucket = merged.buckets()
@@ -320,8 +288,8 @@ def _judged(facts: Facts, quant: str, timings: Timings, merged: Timings) -> Eval
     index = {str(shape): i for i, shape in enumerate(timings.shapes)}
     cells = [
         (index[c.shape], c.stage, c.bucket, _id(table, c))
-        for c in facts.written
-        if c.quant == quant and c.source == "measured" and c.fused and c.shape in index
+        for c in written
+        if c.source == "measured" and c.fused and c.shape in index
     ]
     cells = sorted({cell for cell in cells if cell[:3] in swept})
     if not cells:
@@ -332,12 +300,11 @@ def _judged(facts: Facts, quant: str, timings: Timings, merged: Timings) -> Eval
     return judge.evaluate_rows("the config", rows) if len(rows) else None
 
 
-def _numbers(facts: Facts, quant: str, agreements: Sequence[Agreement]) -> Numbers:
+def _numbers(written: Sequence[Choice], agreements: Sequence[Agreement]) -> Numbers:
     """Look the config's pairs up among those that agree with the fallback."""
     stages: dict[tuple[str, int, bool], dict[int, Tactic | None]] = {}
-    for c in facts.written:
-        if c.quant == quant:
-            stages.setdefault((c.shape, c.bucket, c.fused), {})[c.stage] = c.tactic
+    for c in written:
+        stages.setdefault((c.shape, c.bucket, c.fused), {})[c.stage] = c.tactic
     # Where a stage has no entry, the fallback runs.
     pairs = {(shape, found.get(1), found.get(2)) for (shape, _, _), found in stages.items()}
     right: dict[tuple[str, Tactic | None, Tactic | None], list[Agreement]] = {}
@@ -345,7 +312,6 @@ def _numbers(facts: Facts, quant: str, agreements: Sequence[Agreement]) -> Numbe
         right.setdefault((str(a.shape), *a.tactics), []).append(a)
     agreed = pairs & right.keys()
     mine = [a for pair in agreed for a in right[pair]]
-    dates = sorted({foreign(a.date, 40)[:10] for a in mine if a.date})
     return Numbers(
         pairs=len(pairs),
         layers=len({shape for shape, _, _ in pairs}),
@@ -353,14 +319,20 @@ def _numbers(facts: Facts, quant: str, agreements: Sequence[Agreement]) -> Numbe
         agreed_layers=len({shape for shape, _, _ in pairs} - {shape for shape, _, _ in pairs - agreed}),
         comparisons=len(mine),
         worst=max((a.deviation for a in mine), default=math.nan),
-        dates=tuple(dict.fromkeys((dates[0], dates[-1]))) if dates else (),
+        dates=_days(a.date for a in mine),
     )
 
 
-def _drifts(timings: Timings, merged: Timings) -> tuple[Drift, ...]:
-    """Compare each later pass with the first, where both timed a cell."""
+def _days(dates: Iterable[object]) -> tuple[str, ...]:
+    """Return the first and the last day of dates."""
+    days = sorted({foreign(date, 40)[:10] for date in dates if date})
+    return tuple(dict.fromkeys((days[0], days[-1]))) if days else ()
+
+
+def _drifts(timings: Timings, times: _Times[int]) -> tuple[Drift, ...]:
+    """Compare each later pass with the first, where both timed a cell; `times` are the means over all passes."""
     passes = np.unique(timings.pass_[~np.isnan(timings.ms)]).tolist()
-    best = {key: min(times.values()) for key, times in times_by_bucket(merged).items()}
+    best = {place: min(ms.values()) for place, ms in times.items()}
     first = _cells(timings, passes[:1])
     found = []
     for number in passes[1:]:
@@ -371,19 +343,11 @@ def _drifts(timings: Timings, merged: Timings) -> tuple[Drift, ...]:
         change = np.array([later[cell] / first[cell] - 1.0 for cell in both])
         near = np.array([first[cell] <= NEAR_BEST * best[cell[:3]] for cell in both], dtype=bool)
         size = np.abs(change)
-        found.append(
-            Drift(
-                pass_=number,
-                cells=len(both),
-                near=int(near.sum()),
-                median=float(np.median(size)),
-                p95=float(np.quantile(size, 0.95)),
-                most=float(size.max()),
-                near_p95=float(np.quantile(size[near], 0.95)) if near.any() else math.nan,
-                shift=float(np.median(change)),
-                shares=_shares(size),
-            )
-        )
+        counts = np.bincount(np.searchsorted(_DRIFTS, size, side="left"), minlength=len(DRIFT_NAMES))
+        near_p95 = float(np.quantile(size[near], 0.95)) if near.any() else math.nan
+        median, p95, most = np.quantile(size, [0.5, 0.95, 1.0]).tolist()
+        shift = float(np.median(change))
+        found.append(Drift(number, len(both), int(near.sum()), median, p95, most, near_p95, shift, counts))
     return tuple(found)
 
 
@@ -393,61 +357,42 @@ def _cells(timings: Timings, passes: Sequence[int]) -> dict[tuple[int, int, int,
     return dict(zip(zip(*columns, strict=True), t.ms.tolist(), strict=True))
 
 
-def _shares(size: Floats) -> tuple[float, ...]:
-    place = np.searchsorted(DRIFTS, size, side="left")
-    return tuple((np.bincount(place, minlength=len(DRIFTS) + 1) / len(size)).tolist())
-
-
 def _conditions(parts: Sequence[ShapeTimings]) -> tuple[Conditions, ...]:
-    """Group the passes by where their timings are from, and with which software."""
-    groups: dict[_Software, list[tuple[Mapping[str, Any], int]]] = {}
+    """Group the passes by where their timings are from, and with which software; those with the most timings first."""
+    groups: dict[tuple[str, ...], list[tuple[Mapping[str, Any], int]]] = {}
     for part in parts:
         rows = Counter(part.pass_.tolist())
         for number, said in part.passes.items():
-            source, driver, cuda, torch = (foreign(said.get(k, "")) for k in ("source", "driver", "cuda", "torch"))
-            groups.setdefault((source, driver, cuda, torch), []).append((said, rows.get(number, 0)))
+            software = tuple(foreign(said.get(name, "")) for name in _SOFTWARE)
+            groups.setdefault(software, []).append((said, rows.get(number, 0)))
     found = []
-    for (source, driver, cuda, torch), members in sorted(groups.items(), key=_most_timings):
-        passes = [passed for passed, _ in members]
-        dates = sorted({foreign(p["date"], 40)[:10] for p in passes if p.get("date")})
+    for software, members in groups.items():
+        passes = [said for said, _ in members]
+        spans = {name: _span(said.get(name) for said in passes) for name in _SPANS}
         found.append(
             Conditions(
-                source=source,
-                driver=driver,
-                cuda=cuda,
-                torch=torch,
+                software=software,
                 passes=len(members),
                 timings=sum(n for _, n in members),
-                dates=tuple(dict.fromkeys((dates[0], dates[-1]))) if dates else (),
-                power_w=_range(p.get("power_limit_w") for p in passes),
-                temperature_c=_range(p.get("temperature_c") for p in passes),
-                sm_clock_mhz=_range(p.get("sm_clock_mhz") for p in passes),
-                sm_clock_max_mhz=_range(p.get("sm_clock_max_mhz") for p in passes),
-                reference=_range(_reference(p) for p in passes),
-                throttled=sum(bool(p.get("throttle_reasons")) for p in passes),
+                throttled=sum(bool(said.get("throttle_reasons")) for said in passes),
+                dates=_days(said.get("date") for said in passes),
+                spans={**spans, "reference": _span(map(_reference, passes))},
             )
         )
-    return tuple(found)
+    return tuple(sorted(found, key=lambda c: (-c.timings, c.software)))
 
 
-def _most_timings(group: tuple[_Software, list[tuple[Mapping[str, Any], int]]]) -> tuple[int, _Software]:
-    return -sum(n for _, n in group[1]), group[0]
-
-
-def _range(values: Iterable[object]) -> tuple[float, ...]:
-    numbers = [float(v) for v in map(_number, values) if v is not None]
+def _span(values: Iterable[object]) -> tuple[float, ...]:
+    """Return the least and the most of the values that are numbers."""
+    real = (v for v in values if isinstance(v, (int, float)) and not isinstance(v, bool))
+    numbers = [float(v) for v in real if -1e12 < v < 1e12]
     return tuple(dict.fromkeys((min(numbers), max(numbers)))) if numbers else ()
-
-
-def _number(value: object) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    return float(value) if -1e12 < value < 1e12 else None
 
 
 def _reference(said: Mapping[str, Any]) -> float | None:
     reference = said.get("reference")
-    return _number(reference.get("drift")) if isinstance(reference, Mapping) else None
+    drift = _span([reference.get("drift")]) if isinstance(reference, Mapping) else ()
+    return drift[0] if drift else None
 
 
 def _drifted(part: ShapeTimings) -> list[tuple[str, int, float]]:
@@ -455,11 +400,11 @@ def _drifted(part: ShapeTimings) -> list[tuple[str, int, float]]:
     return [(foreign(part.label, 60), n, d) for n, d in moved if d is not None and abs(d) > DRIFTED]
 
 
-def _failures(parts: Sequence[ShapeTimings]) -> tuple[Failure, ...]:
+def _failures(parts: Sequence[ShapeTimings]) -> list[tuple[int, str, str, int, int]]:
     groups: dict[tuple[int, str, str], list[MoEShape]] = {}
     for part in parts:
         for row, error in part.errors.items():
             tactic = foreign(part.tactics.get(int(part.tactic[row]), f"id {int(part.tactic[row])}"))
             groups.setdefault((int(part.stage[row]), tactic, foreign(error)), []).append(part.shape)
-    found = [Failure(*names, timings=len(shapes), shapes=len(set(shapes))) for names, shapes in groups.items()]
-    return tuple(sorted(found, key=lambda f: (-f.timings, f.stage, f.tactic, f.error)))
+    found = [(*names, len(shapes), len(set(shapes))) for names, shapes in groups.items()]
+    return sorted(found, key=lambda failure: (-failure[3], failure))

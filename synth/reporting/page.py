@@ -1,166 +1,67 @@
-"""The page: warnings, the figures that come first, and the sections."""
+"""The page: the templates under ``templates/``, filled with facts and figures."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from synth import __version__
-from synth.reporting import svg
-from synth.reporting.behind import GAINS, Behind, geomean, kind_of, loud, mean
-from synth.reporting.chosen import chosen
-from synth.reporting.gains import gain
-from synth.reporting.markup import Child, Markup, count, counted, el, join, p, pairs, percent, prose, regret, times
-from synth.reporting.provenance import coverage, provenance
-from synth.reporting.regrets import held_out, sure
-from synth.reporting.style import CSS
-from synth.reporting.trouble import drift, verification, worst
+from synth.catalog.schemes import STAGES
+from synth.configs.sidecar import SOURCES
+from synth.reporting import figures, observed, plots, texts
+from synth.reporting.facts import Facts
+from synth.reporting.trust import Computed, Model
+from synth.timings.records import TOLERANCE
 
+#: Where the templates and the style sheet lie.
+TEMPLATES = Path(__file__).parent / "templates"
 #: Nothing is loaded and nothing runs, whatever a text of a stranger might become.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+#: Sizes of a kernel's tile along tokens that have a colour in the style sheet.
+_TILES = (8, 16, 32, 64, 128, 256)
+_FILTERS = (
+    texts.count, texts.counted, texts.foreign, texts.loud, texts.milliseconds, texts.percent, texts.regret,
+    texts.span, texts.summary, texts.times, plots.tenths,
+)  # fmt: skip
+_FIGURES = (figures.coverage, figures.gain, figures.sure, figures.worst)
+_NAMES = {
+    "DRIFTED": observed.DRIFTED, "DRIFT_NAMES": observed.DRIFT_NAMES, "LEAST": figures.LEAST, "NBSP": texts.NBSP,
+    "POLICY": POLICY, "SOURCES": SOURCES, "STAGES": STAGES, "TILES": _TILES, "TOLERANCE": TOLERANCE, "plots": plots,
+    "reliability": figures.reliability, "tactics_map": figures.tactics_map, "version": __version__,
+}  # fmt: skip
 
 
-def render(b: Behind) -> str:
-    """Return the page."""
-    sections: tuple[tuple[str, str, Callable[[Behind], Markup]], ...] = (
-        ("provenance", "Device and provenance", provenance),
-        ("coverage", "Coverage", coverage),
-        ("gain", "Gain over the fallback", gain),
-        ("held-out", "Regret held out", held_out),
-        ("sure", "Intervals and probabilities", sure),
-        ("worst", "Worst entries", worst),
-        ("drift", "Drift and failures", drift),
-        ("map", "Map of chosen tactics", chosen),
-        ("verification", "Verification", verification),
-        ("about", "About this page", _about),
-    )
-    title = f"MoE tactics for {b.facts.gpu or 'an unnamed GPU'}"
-    head = el(
-        "head",
-        el("meta", charset="utf-8"),
-        el("meta", http_equiv="Content-Security-Policy", content=POLICY),
-        el("meta", name="referrer", content="no-referrer"),
-        el("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        el("title", f"{title}: {b.facts.name}"),
-        el("style", Markup(CSS)),
-    )
-    version = f"FlashInfer {b.facts.flashinfer}" if b.facts.flashinfer else "FlashInfer"
-    body = el(
-        "main",
-        svg.patterns(),
-        el("h1", title),
-        p(
-            f"A tuning config for {version}'s CUTLASS MoE kernels, `{b.facts.name}`: what it holds, and what stands "
-            "behind it.",
-            class_="lead",
-        ),
-        [el("p", el("strong", f"{word}. "), prose(text), class_="loud", role="note") for word, text in _warnings(b)],
-        pairs(_figures(b), "cards"),
-        el("nav", [el("a", name, href=f"#{anchor}") for anchor, name, _ in sections], aria_label="Sections"),
-        [el("section", el("h2", name), make(b), id=anchor) for anchor, name, make in sections],
-    )
-    return f"<!DOCTYPE html>\n{el('html', head, el('body', body), lang='en')}\n"
-
-
-def _warnings(b: Behind) -> list[tuple[str, str]]:
-    """Return what must be said first: a word, and the text after it."""
-    f = b.facts
-    found = []
-    analytical = sum(c.source == "analytical" for c in f.written)
-    if analytical:
-        found.append(
-            (
-                "ANALYTICAL",
-                f"{count(analytical)} of {counted(len(f.written), 'choice')} in the config are computed from public "
-                "numbers of the GPU; no kernel was ever timed on one. Each of their figures on this page is a "
-                "calculation, none a measurement, and they are not for others. To measure, on such a GPU: "
-                "`synth collect`.",
-            )
-        )
-    if any(m.simulated for m in b.models.values()):
-        found.append(("SIMULATED", "A model given was fitted on simulated timings: its figures are not real."))
-    if f.routing:
-        found.append(
-            (
-                "ROUTING",
-                f"The choices are for tokens that spread over the experts as {f.routing}. All timings are of uniform "
-                "routing, so that no choice is measured, and a server that routes otherwise should not use the file.",
-            )
-        )
-    if f.ported_from:
-        found.append(
-            (
-                "PORTED",
-                f"Choices were made under FlashInfer {', '.join(f.ported_from)} and carried over to {f.flashinfer} by "
-                "what the tactics are. Their times are those of the other version, so that none is measured.",
-            )
-        )
-    if not f.sidecar:
-        found.append(
-            (
-                "NO SIDECAR",
-                f"Beside the config there is no `{f.name}.provenance.json`, which says of each choice where it comes "
-                "from. Missing for that reason: sources, deployments, what was left out, the fallback's times and so "
-                "every gain, expected regrets and probabilities. What the config itself says is shown.",
-            )
-        )
-    if not f.entries:
-        found.append(("EMPTY", "The config holds no entry."))
+def templates() -> Environment:
+    """Return the templates; they escape whatever they are given, and know no name that they aren't given."""
+    loader = FileSystemLoader(TEMPLATES)
+    found = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    # `count` is a number of things as `texts` writes it; Jinja's own filter of that name is called `length` as well.
+    found.filters.update({function.__name__: function for function in _FILTERS})
+    found.globals.update(_NAMES)
     return found
 
 
-def _figures(b: Behind) -> list[tuple[str, Child]]:
-    """Return the figures that come first: a name, and the number with what it is."""
-    f = b.facts
-    found: list[tuple[str, Child]] = []
+def render(facts: Facts, models: Mapping[str, Model], computed: Mapping[str, Computed], **more: object) -> str:
+    """Return the page.
 
-    def add(name: str, value: Child, about: str) -> None:
-        found.append((name, join([value, el("small", about)])))
-
-    left = f"; {count(len(f.choices) - len(f.written))} left out" if f.sidecar else ""
-    add("entries", count(f.entries), f"{counted(len(f.written), 'choice')}{left}")
-    if f.counts:
-        timed = sum(f.counts.get(source, 0) for source in ("measured", "verified"))
-        by = ", ".join(f"{count(n)} {loud(source)}" for source, n in f.counts.items())
-        add("entries that were timed", percent(timed / sum(f.counts.values())), by)
-    for kind in GAINS:
-        gains = [c.gain for c in f.written if c.gain is not None and kind_of(c) == kind]
-        if gains:
-            about = f"geometric mean of {counted(len(gains), 'choice')}"
-            add(f"gain over the fallback, {loud(kind)}", times(geomean(gains)), about)
-    stated = [c.regret for c in f.written if c.regret is not None]
-    if stated:
-        add(
-            "expected regret",
-            percent(mean(stated), 2),
-            f"stated, not measured: mean of {counted(len(stated), 'choice')}",
-        )
-    held = [f"{regret(m.regret['geomean'])} {quant}" for quant, m in b.models.items() if m.named and m.regret]
-    if held:
-        lines = join(el("span", text, el("br")) for text in held)
-        add("regret held out", lines, "measured, on shapes that the model had not seen")
-    if f.written:
-        numbers = [o.numbers for o in b.observed.values()]
-        pairs_served = sum(n.pairs for n in numbers)
-        about = (
-            f"of {counted(pairs_served, 'pair')} of tactics" if numbers else "no measurements of this GPU were given"
-        )
-        add("outputs compared", count(sum(n.agreed for n in numbers)), about)
-    return found
-
-
-def _about(b: Behind) -> Markup:
-    name = b.facts.name
-    return join(
-        [
-            p(
-                "Measured: a timing of this GPU and FlashInfer version. Predicted: the fitted model's, wrong by about "
-                "as much as the regret held out says. Analytical: computed from public numbers alone. Whether "
-                f"FlashInfer uses the file: `synth check {name}` and `synth replay {name}`."
-            ),
-            p(
-                f"Written by synth {__version__}, `synth report {name}`. The page holds no script and loads nothing; "
-                "equal files give equal pages.",
-                class_="note",
-            ),
-        ]
-    )
+    Parameters
+    ----------
+    facts : Facts
+    models : mapping of str to Model
+        By quantization, like those that follow.
+    computed : mapping of str to Computed
+        Empty unless it was asked for.
+    **more : object
+        What else the templates show: `observed` (mapping of str to Observed), `refused` (mapping of str to str: why
+        something that was asked for couldn't be computed), `problems` (rows of measurements that can't be read) and
+        `map_shapes` (shapes of each quantization in the map).
+    """
+    shown = {function.__name__: function(facts) for function in _FIGURES}
+    judged = {"unjudged": figures.unjudged(facts, models), "held_out": figures.held_out(computed)}
+    written = facts.written
+    sources = Counter(c.source for c in written)
+    given = {"f": facts, "written": written, "sources": sources, "models": models, "computed": computed}
+    return templates().get_template("page.html.j2").render(given, **shown, **judged, **more)

@@ -13,11 +13,13 @@ from typing import TypeGuard
 
 import numpy as np
 
+from synth.catalog.paths import find_model
 from synth.performance.calibration import Reliability
 from synth.performance.evaluation import Calibration, Evaluation, calibrate
 from synth.performance.model import PerformanceModel
 from synth.reporting.facts import Facts
-from synth.reporting.markup import foreign
+from synth.reporting.texts import foreign
+from synth.timings.origin import Origin
 from synth.timings.table import Timings, digest
 
 #: Choices held out that are listed as the worst.
@@ -30,51 +32,26 @@ class Model:
 
     Attributes
     ----------
-    quant : str
     named : bool
         Its fingerprint is the one that the sidecar names.
-    simulated : bool
+    origin : Origin
+        What the timings that it was fitted on have in common.
     shapes : int
-        Shapes that it was fitted on.
-    policy : str
-        The timing policy of those.
+        Shapes of those.
     digest : str
-        Of the timings.
+        Of those.
     regret : dict of str to float
         ``geomean``, ``p95``, ``p99``, ``max`` and ``count`` on shapes held out; empty if not measured.
     coverage : float or None
         Share of errors inside 90 % intervals on shapes held out.
     """
 
-    quant: str
     named: bool
-    simulated: bool
+    origin: Origin
     shapes: int
-    policy: str
     digest: str
     regret: Mapping[str, float]
     coverage: float | None
-
-
-@dataclass(frozen=True)
-class WorstChoice:
-    """A choice held out that costs much.
-
-    Attributes
-    ----------
-    label : str
-    stage, bucket : int
-    regret : float
-    chosen, best : str
-        Tactics.
-    """
-
-    label: str
-    stage: int
-    bucket: int
-    regret: float
-    chosen: str
-    best: str
 
 
 @dataclass(frozen=True)
@@ -88,7 +65,8 @@ class Computed:
     calibration : Calibration
     reliability : dict of float to (Reliability, Reliability)
         By margin: as stated, and corrected by the other families. Empty where no shape was swept.
-    worst : tuple of WorstChoice
+    worst : list of (str, int, int, float, str, str)
+        The choices that cost most: label of the shape, stage, bucket, regret, chosen and best tactic.
     fitted_on : bool
         The timings are those that the model of the sidecar was fitted on.
     """
@@ -96,7 +74,7 @@ class Computed:
     evaluations: tuple[Evaluation, ...]
     calibration: Calibration
     reliability: Mapping[float, tuple[Reliability, Reliability]]
-    worst: tuple[WorstChoice, ...]
+    worst: Sequence[tuple[str, int, int, float, str, str]]
     fitted_on: bool
 
 
@@ -110,8 +88,6 @@ def models(facts: Facts, folders: Sequence[Path]) -> dict[str, Model]:
     SynthError
         When a model is damaged.
     """
-    from synth.catalog.paths import find_model
-
     found: dict[str, Model] = {}
     if facts.device is None or not facts.flashinfer:
         return found
@@ -124,26 +100,19 @@ def models(facts: Facts, folders: Sequence[Path]) -> dict[str, Model]:
             model = PerformanceModel.load(path, device=facts.device.name, quant=quant, flashinfer=facts.flashinfer)
             named = origin is not None and origin.fingerprint == model.fingerprint()
             if named or quant not in found:
-                found[quant] = _model(quant, model, named)
+                found[quant] = _model(model, named)
             if named:
                 break
     return found
 
 
-def _model(quant: str, model: PerformanceModel, named: bool) -> Model:
+def _model(model: PerformanceModel, named: bool) -> Model:
     said = model.held_out_.get("regret")
     values = {k: float(v) for k, v in said.items() if _is_number(v)} if isinstance(said, dict) else {}
-    coverage = model.held_out_.get("coverage_90")
-    return Model(
-        quant=quant,
-        named=named,
-        simulated=model.origin_.simulated,
-        shapes=len(model.shapes_),
-        policy=model.origin_.policy,
-        digest=model.digest_,
-        regret=values if {"geomean", "p95", "p99", "max", "count"} <= values.keys() else {},
-        coverage=float(coverage) if _is_number(coverage) else None,
-    )
+    regret = values if {"geomean", "p95", "p99", "max", "count"} <= values.keys() else {}
+    said = model.held_out_.get("coverage_90")
+    coverage = float(said) if _is_number(said) else None
+    return Model(named, model.origin_, len(model.shapes_), model.digest_, regret, coverage)
 
 
 def compute(
@@ -171,13 +140,13 @@ def compute(
     worst = []
     for i in np.argsort(-own.regrets, kind="stable")[:_WORST].tolist():
         shape, stage, bucket = own.keys[i].tolist()
-        tactics = (str(table.tactic(int(judge.timings.tactic[rows[i]]))) for rows in (chosen, best))
-        worst.append(WorstChoice(foreign(own.labels[shape], 60), stage, bucket, float(own.regrets[i]), *tactics))
+        mine, fastest = (str(table.tactic(int(judge.timings.tactic[rows[i]]))) for rows in (chosen, best))
+        worst.append((foreign(own.labels[shape], 60), stage, bucket, float(own.regrets[i]), mine, fastest))
     return Computed(
         evaluations,
         calibrate(judge, found.ms, found.log_sd),
         found.reliability(),
-        tuple(worst),
+        worst,
         model is not None and model.named and model.digest == digest(timings),
     )
 

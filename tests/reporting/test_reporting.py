@@ -6,6 +6,8 @@ import json
 import math
 import re
 import shutil
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from html.parser import HTMLParser
@@ -18,6 +20,7 @@ import reporting_pages as pages
 from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from jinja2 import UndefinedError
 
 from synth.cli import main
 from synth.configs.sidecar import sidecar_path
@@ -25,11 +28,9 @@ from synth.errors import SynthError
 from synth.flashinfer.tactics import load_table
 from synth.performance.model import PerformanceModel
 from synth.performance.routing import Routing
-from synth.reporting import report, svg
-from synth.reporting.chosen import _letters
-from synth.reporting.markup import Markup, el, foreign, join, percent, prose, table
-from synth.reporting.page import POLICY
-from synth.reporting.style import CSS
+from synth.reporting import plots, report
+from synth.reporting.page import POLICY, TEMPLATES, templates
+from synth.reporting.texts import foreign, letters, percent
 from synth.timings.files import write
 from synth.timings.folders import load_shapes
 from synth.timings.records import AGREED, DENIED, Agreement, Denial
@@ -37,6 +38,7 @@ from synth.timings.rows import Row
 from synth.timings.table import ShapeTimings
 
 OLMOE = "h2048-i1024-e64-k8"
+CSS = (TEMPLATES / "style.css").read_text(encoding="utf-8").rstrip("\n")
 BEHIND = {"model_folders": [pages.MODELS], "measurements": [pages.MEASUREMENTS]}
 
 
@@ -459,14 +461,6 @@ def test_hostile_measurements_stay_texts(config: Path, tmp_path: Path, tags: set
 
 
 @given(st.text())
-def test_an_element_gives_its_text_back(text: str) -> None:
-    # What a browser makes of these is not what was written; `foreign` takes them out before.
-    text = re.sub(r"[\x00\r\ud800-\udfff]", "", text)
-    found = Page(el("p", text, title=text))
-    assert "".join(found.texts) == text and found.elements == [("p", {"title": text})]
-
-
-@given(st.text())
 def test_foreign_text_is_one_visible_line_and_no_formula(text: str) -> None:
     shown = foreign(text)
     assert len(shown) <= 121 and not shown.startswith(tuple("=+-@\t"))
@@ -479,11 +473,19 @@ def test_what_a_spreadsheet_takes_for_a_formula_is_marked(text: str) -> None:
     assert foreign(text)[0] not in "=+-@＝ \t"
 
 
-def test_markup_is_taken_apart_and_nothing_else_is() -> None:
-    assert join([None, ["<", Markup("<b>")], 3]) == "&lt;<b>3"
-    assert prose("run `a < b` now") == "run <code>a &lt; b</code> now"
-    assert "<script" not in table(["<script>"], [["<script>"]], caption="<script>")
+def test_shares_without_a_value_are_dashes() -> None:
     assert percent(-0.0001) == "0.0\xa0%" and percent(None) == "–" and percent(math.nan) == "–"
+
+
+def test_templates_escape_what_they_are_given_and_know_no_other_name(page: Page) -> None:
+    environment = templates()
+    shown = environment.from_string("<b title='{{ text }}'>{{ text }}</b>").render(text="'\"<b>&")
+    assert Page(shown).texts == ["'\"<b>&"] and Page(shown).elements == [("b", {"title": "'\"<b>&"})]
+    with pytest.raises(UndefinedError):
+        environment.from_string("{{ nothing }}").render()
+    for path in TEMPLATES.glob("*.j2"):
+        for marked in re.findall(r"[^{}]*\|\s*safe\b", path.read_text(encoding="utf-8")):
+            assert "reasons[" in marked or "scope=" in marked, f"{path.name}: {marked}"
 
 
 # Equal bytes.
@@ -502,7 +504,7 @@ def test_equal_files_make_equal_pages_wherever_they_lie(config: Path, tmp_path: 
 
 @given(st.floats(1e-4, 1e4), st.floats(1.0, 1e6))
 def test_a_logarithmic_axis_holds_its_values_between_ticks(low: float, ratio: float) -> None:
-    axis = svg.logarithmic(low, low * ratio)
+    axis = plots.logarithmic(low, low * ratio)
     values = [v for v, _ in axis.ticks]
     assert axis.low <= low * (1 + 1e-6) and low * ratio <= axis.high * (1 + 1e-6)
     assert 2 <= len(values) <= 16 and values == sorted(values)
@@ -511,14 +513,14 @@ def test_a_logarithmic_axis_holds_its_values_between_ticks(low: float, ratio: fl
 
 @given(st.floats(1e-9, 1e12))
 def test_a_linear_axis_holds_its_value_and_has_few_ticks(highest: float) -> None:
-    axis = svg.linear(highest)
+    axis = plots.linear(highest)
     assert axis.high >= highest * (1 - 1e-6) and 3 <= len(axis.ticks) <= 6
     assert axis.ticks[0] == (0.0, "0") and axis.ticks[-1][0] == pytest.approx(axis.high)
 
 
 @given(st.sets(st.integers(1, 2**20), min_size=1, max_size=40))
 def test_labels_of_token_counts_never_overlap(buckets: set[int]) -> None:
-    axis = svg.of_tokens(sorted(buckets))
+    axis = plots.of_tokens(sorted(buckets))
     assert [v for v, _ in axis.ticks] == sorted(buckets)
     labels = [(axis.at(v) * 288, len(text) * 6.6 / 2) for v, text in axis.ticks if text]
     assert labels
@@ -526,9 +528,23 @@ def test_labels_of_token_counts_never_overlap(buckets: set[int]) -> None:
         assert a + half_a < b - half_b
 
 
-@pytest.mark.parametrize(("number", "letters"), [(0, "A"), (25, "Z"), (26, "AA"), (51, "AZ"), (52, "BA"), (702, "AAA")])
-def test_letters_of_tactics(number: int, letters: str) -> None:
-    assert _letters(number) == letters
+@given(st.lists(st.integers(1, 2**20), min_size=1, max_size=40, unique=True))
+def test_labels_of_bars_never_overlap_and_the_first_is_there(names: list[int]) -> None:
+    axis = plots.of_names(names)
+    assert [v for v, _ in axis.ticks] == list(range(len(names))) and axis.ticks[0][1] == str(names[0])
+    labels = [(axis.across(v), len(text) * 6.6 / 2) for v, text in axis.ticks if text]
+    for (a, half_a), (b, half_b) in itertools.pairwise(labels):
+        assert a + half_a < b - half_b
+
+
+def test_bars_are_stacked_and_none_is_drawn_for_nothing() -> None:
+    bars = list(plots.stacked({"a": [1.0, 0.0], "b": [2.0, 3.0]}))
+    assert bars == [("a", 0, 0.0, 1.0), ("b", 0, 1.0, 3.0), ("b", 1, 0.0, 3.0)]
+
+
+@pytest.mark.parametrize(("number", "text"), [(0, "A"), (25, "Z"), (26, "AA"), (51, "AZ"), (52, "BA"), (702, "AAA")])
+def test_letters_of_tactics(number: int, text: str) -> None:
+    assert letters(number) == text
 
 
 def test_every_plot_has_a_title_a_description_and_named_axes(config: Path) -> None:
@@ -591,6 +607,17 @@ def test_the_command_writes_the_page_and_says_what_is_next(config: Path, tmp_pat
     assert written.read_text(encoding="utf-8") == report(path, **BEHIND)
     assert run(path, "-o", tmp_path / "new/p.html", *options, "--map-shapes", 2).exit_code == 0
     assert "2 more are not shown: --map-shapes 4 shows all" in Page((tmp_path / "new/p.html").read_text()).text
+
+
+def test_a_page_needs_neither_scipy_nor_scikit_learn(config: Path, tmp_path: Path) -> None:
+    script = (
+        "import sys; from synth.cli import main; main(sys.argv[1:], standalone_mode=False);"
+        "print([m for m in sys.modules if m.split('.')[0] in ('scipy', 'sklearn', 'matplotlib', 'torch')])"
+    )
+    options = ("--models", str(pages.MODELS), "--measurements", str(pages.MEASUREMENTS))
+    arguments = ["report", str(config), "-o", str(tmp_path / "p.html"), *options]
+    done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
 
 
 def test_the_command_doesnt_overwrite_the_config_or_a_folder(config: Path, tmp_path: Path) -> None:
