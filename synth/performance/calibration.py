@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import minimize
 from scipy.special import expit, logit
 
 from synth.performance.geometry import Floats
@@ -76,6 +75,9 @@ def correction(probability: Floats, hit: NDArray[np.bool_]) -> tuple[float, floa
 
     The slope is not negative. Where there is next to nothing to learn from, no correction is the answer.
     """
+    # Not with the module: only fitting takes its time.
+    from scipy.optimize import minimize
+
     x = logit(np.clip(probability, _LEAST, 1.0 - _LEAST))
     y = hit.astype(np.float64)
 

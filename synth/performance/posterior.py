@@ -287,21 +287,29 @@ class Posterior:
         row, ms, repeats = row[known], timed.ms[known], timed.repeats[known]
         noise = noise_sd(ms) ** 2 / repeats + timed.extra_sd**2
         error = np.log(ms) - self.mean[row]
-        own, left_out, variance = _own(self.covariance[np.ix_(row, row)], noise, error)
-        alone = (repeats == 1) & (left_out < -np.maximum(_TOO_FAST, _SURELY * np.sqrt(variance)))
+        own = _Own.of(self.covariance[np.ix_(row, row)], noise, error)
+        alone = (repeats == 1) & (own.left_out < -np.maximum(_TOO_FAST, _SURELY * np.sqrt(own.variance)))
         if alone.any():
             # Timed, if not believed: it isn't asked for again.
             self.timed[row[alone]] += 1
             row, repeats, noise, error = row[~alone], repeats[~alone], noise[~alone], error[~alone]
             if not len(row):
                 return
-            own, _, _ = _own(self.covariance[np.ix_(row, row)], noise, error)
+            own = _Own.of(self.covariance[np.ix_(row, row)], noise, error)
         covariance = self.covariance.copy()
-        covariance[row, row] += own
-        columns = covariance[:, row]
-        gain = np.linalg.solve(covariance[np.ix_(row, row)] + np.diag(noise), columns.T)
+        covariance[row, row] += own.extra
+        # With C what the timed cells have in common and N their noise: C (C + N)^-1 = 1 - N (C + N)^-1, so that only
+        # the cells that weren't timed need a product of matrices.
+        rest = np.setdiff1d(np.arange(len(self)), row)
+        gain = np.empty((len(row), len(self)))
+        gain[:, row] = np.eye(len(row)) - own.inverse * noise
+        gain[:, rest] = own.inverse @ covariance[np.ix_(row, rest)]
         self.mean = self.mean + error @ gain
-        self.covariance = covariance - columns @ gain
+        left = np.empty_like(covariance)
+        left[row] = noise[:, None] * gain
+        left[np.ix_(rest, row)] = left[np.ix_(row, rest)].T
+        left[np.ix_(rest, rest)] = covariance[np.ix_(rest, rest)] - covariance[np.ix_(rest, row)] @ gain[:, rest]
+        self.covariance = left
         self.timed[row] += repeats
 
     def rule_out(self, row: int) -> None:
@@ -417,24 +425,35 @@ def _rows_of(tokens: Ints, tactic: Ints, wanted_tokens: Ints, wanted_tactic: Int
     return np.asarray(np.where(key[order][place] == wanted, order[place], -1))
 
 
-def _own(covariance: Floats, noise: Floats, error: Floats) -> tuple[Floats, Floats, Floats]:
-    """Return the extra variance of each timed cell, and how its timing stands to what all others say of it.
+class _Own(NamedTuple):
+    """How timings stand to what all others say of each, every array of shape (timings,) but the inverse."""
 
-    Returns
-    -------
-    own : ndarray of float64, shape (timings,)
-        What makes no error larger than ``_SURPRISE`` deviations.
-    left_out, variance : ndarray of float64, shape (timings,)
-        Error of each beside what the others predict, and the variance of that.
-    """
-    own = np.zeros(len(error))
-    for _ in range(_ROUNDS_OF_OWN):
-        inverse = np.linalg.inv(covariance + np.diag(own + noise))
-        precision = np.diag(inverse)
-        left_out = (inverse @ error) / precision
-        variance = np.maximum(1.0 / precision - own, 0.0)
-        own = np.maximum(0.0, (left_out / _SURPRISE) ** 2 - variance)
-    return own, left_out, variance
+    #: Extra variance of each timed cell: what makes no error larger than ``_SURPRISE`` deviations.
+    extra: Floats
+    #: Error of each beside what the others predict, and the variance of that.
+    left_out: Floats
+    variance: Floats
+    #: Inverse of the timings' covariance, noise and extra variance included.
+    inverse: Floats
+
+    @classmethod
+    def of(cls, covariance: Floats, noise: Floats, error: Floats) -> _Own:
+        extra = np.zeros(len(error))
+        inverse = np.linalg.inv(covariance + np.diag(noise))
+        for _ in range(_ROUNDS_OF_OWN):
+            precision = np.diag(inverse)
+            left_out = (inverse @ error) / precision
+            variance = np.maximum(1.0 / precision - extra, 0.0)
+            before, extra = extra, np.maximum(0.0, (left_out / _SURPRISE) ** 2 - variance)
+            inverse = _with_more(inverse, extra - before)
+        return cls(extra, left_out, variance, inverse)
+
+
+def _with_more(inverse: Floats, more: Floats) -> Floats:
+    """Return the inverse of a matrix whose diagonal has grown, by that of the matrix: few of them have (Woodbury)."""
+    at = np.flatnonzero(more)
+    part = inverse[:, at]
+    return inverse - part @ np.linalg.solve(np.eye(len(at)) + more[at, None] * part[at], more[at, None] * part.T)
 
 
 def _shift(timed: Timed, log_ms: Floats, row: Ints) -> float:

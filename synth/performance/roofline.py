@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import least_squares
 from scipy.special import expit, ndtr
 
 from synth.catalog.devices import Device
@@ -295,6 +294,9 @@ class Roofline:
         start : Roofline, optional
             Where to start, and what to keep where the timings say nothing; the defaults if not given.
         """
+        # Not with the module: only fitting takes its time.
+        from scipy.optimize import least_squares
+
         rows = np.arange(len(ms))
         if len(rows) > _FIT_ROWS:
             rows = np.sort(np.random.default_rng(seed).choice(rows, _FIT_ROWS, replace=False))
