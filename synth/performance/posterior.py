@@ -397,6 +397,8 @@ def prior_outlook(
     chosen: Ints,
     columns: TacticColumns,
     margins: Sequence[float] = NEAR,
+    *,
+    most: int = 1,
 ) -> Outlook:
     """Return what :meth:`Posterior.outlook` says before any timing, for many shapes at once.
 
@@ -408,9 +410,11 @@ def prior_outlook(
         As in :meth:`Posterior.prior`.
     chosen : ndarray of int64, shape (places,)
         Row of each place's choice.
+    most : int
+        Draws are made for so many candidates of a place, if none has more.
     """
     mean, behind = _expected(place, ms)
-    members, filled = _padded(place)
+    members, filled = _padded(place, most)
     covariance = _covariance(
         np.ones_like(members), tactic[members], behind[members], choice_sd[members], columns, KERNEL
     )
@@ -507,11 +511,11 @@ def _covariance(
     return np.asarray(own + k.level**2 * np.exp(-apart / k.level_length) + k.level_alone**2 * together)
 
 
-def _padded(group: Ints) -> tuple[Ints, NDArray[np.bool_]]:
-    """Return the members of each group, shape (groups, most), padded with its first, and which are no padding."""
+def _padded(group: Ints, most: int = 1) -> tuple[Ints, NDArray[np.bool_]]:
+    """Return the members of each group, shape (groups, `most` or more), padded with its first, and which aren't."""
     start = np.flatnonzero(np.concatenate([[True], group[1:] != group[:-1]]))
     size = np.diff(np.append(start, len(group)))
-    place = np.arange(int(size.max()))
+    place = np.arange(max(int(size.max()), most))
     filled = place < size[:, None]
     return np.where(filled, start[:, None] + place, start[:, None]), filled
 
@@ -534,13 +538,14 @@ def _outlook(
     spread = to - to[groups, :, chosen][:, :, None]
     # The choice doesn't differ from itself, so that the matrix is singular without the little added.
     root = np.linalg.cholesky(spread + _LITTLE * np.eye(mean.shape[1]))
-    lead = np.where(filled, mean - mean[groups, chosen][:, None], 0.0)
+    lead = np.where(filled, mean - mean[groups, chosen][:, None], np.inf)
     limits = np.log1p(np.asarray(margins))
     regret = np.empty(len(mean))
     within = np.empty((len(mean), len(limits)))
     draws = _normal_draws(mean.shape[1])
     for at in np.array_split(groups, max(1, len(groups) // _GROUPS_AT_ONCE)):
-        off = np.where(filled[at, :, None], root[at] @ draws.T, 0.0) + lead[at, :, None]
+        off = root[at] @ draws.T
+        off += lead[at, :, None]
         lost = -np.minimum(off.min(axis=1), 0.0)
         regret[at] = lost.mean(axis=1)
         within[at] = (lost[:, :, None] <= limits).mean(axis=1)
