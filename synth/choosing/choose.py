@@ -408,7 +408,7 @@ class _Chooser:
         v.log_sd[first:last] = np.where(at & (not elsewhere), _REPEAT_SD, part.prediction.log_sd)
 
     def _calibrated(self, within: Floats) -> Floats:
-        """Return probabilities of being near the best, shape (choices, shares of `NEAR`), corrected by held-out shapes."""
+        """Return probabilities of being near the best, shape (choices, len(NEAR)), corrected by held-out shapes."""
         columns = [calibrated_probability(self._model, within[:, i], margin) for i, margin in enumerate(NEAR)]
         return np.stack(columns, axis=1)
 

@@ -11,7 +11,7 @@ import pytest
 from synth.catalog.devices import get_device
 from synth.catalog.shapes import MoEShape
 from synth.choosing.choose import Choice, carried_over, choose
-from synth.choosing.emission import analytical_source
+from synth.choosing.sources import analytical_source
 from synth.errors import SynthError
 from synth.flashinfer.tactics import load_table
 from synth.performance.model import Analysis, Cells, PerformanceModel, Prediction

@@ -9,8 +9,8 @@ from synth.catalog.schemes import STAGES
 from synth.catalog.shapes import find_model
 from synth.checking.check import check
 from synth.choosing.choose import choose
-from synth.choosing.emission import analytical_source
 from synth.choosing.plan import Layer, make_plan
+from synth.choosing.sources import analytical_source
 from synth.configs.formats import ConfigEntry, dumps_json
 from synth.flashinfer.keys import file_keys
 from synth.flashinfer.legality import illegal_ids
