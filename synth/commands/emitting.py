@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 from click.core import ParameterSource
@@ -18,9 +18,11 @@ from synth.errors import SynthError
 
 if TYPE_CHECKING:
     from synth.catalog.devices import Device
-    from synth.catalog.shapes import Deployment
     from synth.choosing.emission import Emission
     from synth.choosing.sources import Source
+
+_K = TypeVar("_K")
+_V = TypeVar("_V")
 
 
 @click.command(short_help="choose tactics and write the config that FlashInfer loads")
@@ -102,8 +104,8 @@ def emit(
     write([emission for emission, _ in done], [path for _, path in done])
     for emission, path in done:
         _print_emission(emission, path)
-    for reason, group in _by_reason(skipped).items():
-        click.echo(f"skipped: {_named(group)}: {reason}; {sum(s.deployments for s in group)} deployments", err=True)
+    for reason, deployments in _reasons(skipped).items():
+        click.echo(f"skipped: {reason}; {deployments} deployments", err=True)
     _warn_of_analytical([emission for emission, _ in done], collect_options)
     if not spread.is_uniform:
         click.echo(
@@ -144,9 +146,7 @@ def _emit_one(
     quants = [t.quant for t in load_tables(flashinfer) if t.arch == device.tactics_arch]
     if not quants:
         return None, [_Skipped(device, (), 0, f"no tactics known for {device.arch} in FlashInfer {flashinfer}")]
-    deployments: dict[str, list[Deployment]] = {}
-    for one in wanted_layers(quants, **layer):
-        deployments.setdefault(one.quant, []).append(one)
+    deployments = _grouped((d.quant, d) for d in wanted_layers(quants, **layer))
     sources: dict[str, Source] = {}
     skipped: list[_Skipped] = []
     for quant, some in deployments.items():
@@ -218,7 +218,7 @@ def _collect_command(layer: Mapping[str, Any], quants: Iterable[str] = ()) -> st
 
 def _nothing_written(skipped: Sequence[_Skipped], measured: bool, command: str) -> NoReturn:
     """End the command: 1 where what was asked for isn't measured, 2 where nothing can be said of it."""
-    reasons = "; ".join(f"{_named(group)}: {reason}" for reason, group in _by_reason(skipped).items())
+    reasons = "; ".join(_reasons(skipped))
     if not any(s.can_be_timed for s in skipped):
         raise SynthError(f"nothing to write: {reasons}; `synth devices` lists what is known of each device")
     hint = f"to time some, on such a GPU: {command}"
@@ -228,19 +228,21 @@ def _nothing_written(skipped: Sequence[_Skipped], measured: bool, command: str) 
     raise SynthError(f"nothing to write: {reasons}; {hint}")
 
 
-def _by_reason(skipped: Sequence[_Skipped]) -> dict[str, list[_Skipped]]:
-    groups: dict[str, list[_Skipped]] = {}
-    for one in skipped:
-        groups.setdefault(one.reason, []).append(one)
-    return groups
+def _reasons(skipped: Sequence[_Skipped]) -> dict[str, int]:
+    """Return who is skipped and why, each reason once, with the deployments: "A (bf16, fp8), B: because"."""
+    told = {}
+    for reason, group in _grouped((s.reason, s) for s in skipped).items():
+        quants = _grouped((s.device.name, s.quants) for s in group)
+        names = [name + (f" ({', '.join(some)})" if (some := sum(qs, ())) else "") for name, qs in quants.items()]
+        told[f"{', '.join(names)}: {reason}"] = sum(s.deployments for s in group)
+    return told
 
 
-def _named(group: Sequence[_Skipped]) -> str:
-    """Return the devices of a group with their quantizations, each once: "A (bf16, fp8), B"."""
-    quants: dict[str, list[str]] = {}
-    for one in group:
-        quants.setdefault(one.device.name, []).extend(one.quants)
-    return ", ".join(f"{name} ({', '.join(qs)})" if qs else name for name, qs in quants.items())
+def _grouped(pairs: Iterable[tuple[_K, _V]]) -> dict[_K, list[_V]]:
+    found: dict[_K, list[_V]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found
 
 
 def _warn_of_analytical(emissions: Sequence[Emission], layer: Mapping[str, Any]) -> None:
@@ -252,13 +254,9 @@ def _warn_of_analytical(emissions: Sequence[Emission], layer: Mapping[str, Any])
     left_out = sum(t.abstained.get("analytical", 0) for _, t, _ in told)
     regret = sum(t.regret["analytical"] * n for _, t, n in told) / entries
     within = sum(t.within["analytical"] * n for _, t, n in told) / entries
-    quants: dict[str, list[str]] = {}
-    for name, tally, _ in told:
-        quants.setdefault(name, []).append(tally.quant)
+    quants = _grouped((name, t.quant) for name, t, _ in told)
     # Devices with the same quantizations are listed together.
-    alike: dict[str, list[str]] = {}
-    for name, some in quants.items():
-        alike.setdefault(", ".join(some), []).append(name)
+    alike = _grouped((", ".join(some), name) for name, some in quants.items())
     devices = "; ".join(f"{', '.join(names)} ({some})" for some, names in alike.items())
     command = _collect_command(layer, dict.fromkeys(t.quant for _, t, _ in told))
     click.echo(

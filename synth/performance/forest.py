@@ -30,7 +30,7 @@ _DROPPED_BITS = 12
 #: Bits of a node's integer: feature, first child, and above them the threshold.
 _FEATURE_BITS, _CHILD_BITS = 8, 24
 #: Rows that walk together: enough to hide the overhead of a step, few enough for the processor's cache.
-_AT_ONCE = 1 << 14
+_AT_ONCE = 1 << 15
 #: Rows that have arrived are set aside after every so many levels, and not before this one.
 _EVERY, _NOT_BEFORE = 3, 9
 _KINDS = {"sizes": np.int32, "feature": np.uint8, "threshold": np.float32, "value": np.float16}
@@ -136,7 +136,8 @@ class Forest:
         for name, kind in _KINDS.items():
             if name not in arrays or arrays[name].dtype != kind or arrays[name].ndim != 1:
                 raise SynthError(f"its forest's {name} is missing or of the wrong kind")
-        return cls(*(np.ascontiguousarray(arrays[name]) for name in _KINDS), features=features)
+        sizes, feature, threshold, value = (np.ascontiguousarray(arrays[name]) for name in _KINDS)
+        return cls(sizes, feature, threshold, value, features)
 
 
 def _breadth_first(left: NDArray[np.int64], right: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -373,7 +373,7 @@ class _Own(NamedTuple):
     @classmethod
     def of(cls, covariance: Floats, noise: Floats, error: Floats) -> _Own:
         extra = np.zeros(len(error))
-        inverse = np.linalg.inv(covariance + np.diag(noise))
+        inverse = np.asarray(np.linalg.inv(covariance + np.diag(noise)), dtype=np.float64)
         for _ in range(_ROUNDS_OF_OWN):
             precision = np.diag(inverse)
             left_out = (inverse @ error) / precision
@@ -387,7 +387,8 @@ def _with_more(inverse: Floats, more: Floats) -> Floats:
     """Return the inverse of a matrix whose diagonal has grown, by that of the matrix: few of them have (Woodbury)."""
     at = np.flatnonzero(more)
     part = inverse[:, at]
-    return inverse - part @ np.linalg.solve(np.eye(len(at)) + more[at, None] * part[at], more[at, None] * part.T)
+    less = np.linalg.solve(np.eye(len(at)) + more[at, None] * part[at], more[at, None] * part.T)
+    return np.asarray(inverse - part @ less)
 
 
 def _shift(timed: Timed, log_ms: Floats, row: Ints) -> float:
