@@ -163,10 +163,8 @@ def render_keys(
     if contract.extras is None:
         return (str((op, RUNNER, shapes)),)
     tp, ep = (int(values[name]) if "tp_rank" in contract.extras else 1 for name in ("tp_size", "ep_size"))
-    return tuple(
-        str((op, RUNNER, shapes, tuple({**values, "tp_rank": t, "ep_rank": e}[name] for name in contract.extras)))
-        for t, e in itertools.product(range(tp), range(ep))
-    )
+    ranks = ({**values, "tp_rank": t, "ep_rank": e} for t, e in itertools.product(range(tp), range(ep)))
+    return tuple(str((op, RUNNER, shapes, tuple([ranked[name] for name in contract.extras]))) for ranked in ranks)
 
 
 @dataclass(frozen=True)
