@@ -416,6 +416,7 @@ def engine_shape(shape: MoEShape, quant: str, engine: str) -> MoEShape:
     return replace(shape, hidden=hidden, inter=inter)
 
 
+@functools.lru_cache(maxsize=4096)
 def why_unsupported(shape: MoEShape, quant: str) -> str | None:
     """Return why FlashInfer's CUTLASS MoE has no kernel for a shape, and the padded size; None where it has one."""
     padded = padded_shape(shape, quant)

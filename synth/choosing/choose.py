@@ -8,9 +8,9 @@ routing: for another one they are scaled by what the model says of the differenc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,18 +22,19 @@ from synth.flashinfer.legality import illegal_ids, smem_block_bytes
 from synth.flashinfer.tactics import Tactic, TacticTable
 from synth.performance.analytical import suspects
 from synth.performance.calibration import calibrated_probability
-from synth.performance.geometry import Floats, Ints, least_by
-from synth.performance.model import SWEPT, Cells, PerformanceModel, Prediction
+from synth.performance.cells import SWEPT, Cells, Prediction
+from synth.performance.geometry import Floats, Ints, first_of_each, least_by
+from synth.performance.model import PerformanceModel
 from synth.performance.posterior import NEAR, Timed, candidates, prior_outlook, update
 from synth.performance.routing import UNIFORM, Routing
 from synth.performance.ties import pick, tie_order
-from synth.timings.table import Timings, times_by_bucket
+from synth.timings.table import Timings
 
 #: Chance that the chosen tactic beats the fallback below which an entry is left out, as a standard normal quantile.
 _CONFIDENCE = 1.645
 #: An analytical choice is written where it is predicted to be faster than the fallback by this share. Carried over from
 #: one quantization of the H200 to another, choices foreseen to gain as much over a fixed tactic were faster than it in
-#: all of 1,789 buckets (TMA kernels) and in 99.2 % of 967 (multistage): ``benchmarks/transfer.py``.
+#: all of 1,789 buckets (TMA kernels) and in 99.2 % of 967 (multistage): ``synth evaluate --transfer``.
 SURE_GAIN = 0.10
 #: Measured times that stand behind a measured choice differ by this much between repeats (logarithm).
 _REPEAT_SD = 0.01
@@ -48,8 +49,9 @@ _CARRIED_SD = 0.02
 #: Shapes that are predicted in one go.
 _SHAPES_AT_ONCE = 8
 
-#: A shape, stage and bucket.
-_Place = tuple[MoEShape, int, int]
+#: More than any bucket.
+_TOKENS = 1 << 32
+_NONE: Ints = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -150,36 +152,43 @@ def choose(
     table = model.table
     if any(all((stage, t) in denied for _, t in table.items(stage)) for stage in STAGES):
         raise SynthError("every tactic of a stage is denied; look at the numbers that were found wrong")
-    measured, failed = _measured(timings, set(shapes)) if timings is not None else ({}, {})
-    order = tie_order(table)
     every = ~tactic_mask(table, {*denied, *(suspects(table) if model.analytical else ())})
     unfused = every & np.array([not table.tactic(i).finalize for i in range(len(table))])
     counts = sorted(set(buckets))
     asked = [counts.index(b) for b in buckets]
+    known = _Known.of(timings, shapes, table)
+    chooser = _Chooser(model, tie_order(table))
     smem = smem_block_bytes(model.origin_.device, table.arch)
     choices: list[Choice] = []
     for start in range(0, len(shapes), _SHAPES_AT_ONCE):
         batch = shapes[start : start + _SHAPES_AT_ONCE]
-        places, cells, site = _grid(table, batch, counts, routing)
-        illegal = {(shape, stage): illegal_ids(table, stage, shape, smem) for shape in batch for stage in STAGES}
-        never = {place: illegal[place[:2]] | failed.get(place, set()) for place in places}
-        broken = _among(cells, site, places, never)
-        keep = _plausible(model, cells, site) | _among(cells, site, places, measured)
-        every_site, every_tactic = site[~broken], cells.tactic[~broken]
-        cells, site, broken = cells.select(keep), site[keep], broken[keep]
-        prediction = model.predict(cells)
-        carried = None if routing.is_uniform else model.predict(replace(cells, routing=UNIFORM)).ms
+        places = [(i, stage, bucket) for i in range(len(batch)) for stage in STAGES for bucket in counts]
+        at = model.analyse(Cells.every(table, batch, places, routing))
+        times, repeats, failed = known.look_up(at.cells)
+        illegal = np.zeros((len(batch), len(table)), dtype=bool)
+        for i, shape in enumerate(batch):
+            illegal[i, [t for stage in STAGES for t in illegal_ids(table, stage, shape, smem)]] = True
+        broken = failed | illegal[at.cells.shape, at.cells.tactic]
+        keep = _plausible(at.cells, at.row, at.ms, table) | ~np.isnan(times)
+        in_all = {
+            fused: np.bincount(at.row[~broken & may[at.cells.tactic]], minlength=len(places))
+            for fused, may in ((True, every), (False, unfused))
+        }
+        touched = np.bincount(at.row, ~np.isnan(times), minlength=len(places)) > 0
+        at, broken = at.select(keep), broken[keep]
+        prediction = model.correct(at)
+        uniform = None if routing.is_uniform else model.predict(replace(at.cells, routing=UNIFORM)).ms
+        options = _Options(
+            at.cells, at.row, prediction, times[keep], repeats[keep], uniform, places, in_all[True], touched
+        )
+        gemm1: dict[int, dict[int, Choice]] = {}
         for fused in fused_finalize:
-            allowed = (every if fused else unfused)[cells.tactic]
+            allowed = (every if fused else unfused)[at.cells.tactic]
             good = allowed & ~broken
-            total = np.bincount(every_site[(every if fused else unfused)[every_tactic]], minlength=len(places))
             # Where nothing but tactics that failed or can't run is left there is no entry to write.
-            hopeless = ~np.isin(np.arange(len(places)), site[good])
-            rows = np.flatnonzero(good | (allowed & hopeless[site]))
-            bound = _Bound(table, order, places, total, cells.select(rows), site[rows], _pick_rows(prediction, rows))
-            scale = None if carried is None else carried[rows]
-            found = _choose_all(bound, model, measured, fused, scale)
-            found = [replace(c, beats_fallback=False) if h else c for c, h in zip(found, hopeless, strict=True)]
+            hopeless = ~np.isin(np.arange(len(places)), at.row[good])
+            rows = np.flatnonzero(good | (allowed & hopeless[at.row]))
+            found = chooser.choose(replace(options.select(rows), in_all=in_all[fused]), hopeless, fused, gemm1)
             choices += [found[i + j] for i in range(0, len(found), len(counts)) for j in asked]
         if progress is not None:
             progress(start + len(batch))
@@ -208,241 +217,237 @@ def carried_over(ms: Floats, uniform_ms: Floats, predicted_ms: Floats) -> Floats
     return np.maximum(ms * predicted_ms / uniform_ms, _CARRIED * predicted_ms)
 
 
+def _plausible(cells: Cells, place: Ints, analytic: Floats, table: TacticTable) -> NDArray[np.bool_]:
+    """Return which cells are worth a full prediction: not far behind analytically, or the fallback."""
+    best = least_by(place, analytic, int(place.max()) + 1)
+    fallback = np.isin(cells.tactic, [table.fallback_id(stage) for stage in STAGES])
+    return np.asarray((analytic <= _ANALYTIC_CUT * best[place]) | fallback)
+
+
 @dataclass(frozen=True)
-class _Bound:
-    """The cells that may be chosen in some places, sorted by place, and what is predicted of them.
+class _Known:
+    """Timings of some shapes by cell: the mean time in ms and its repeats, and the cells that ever failed."""
 
-    `total` is the number of tactics that may be chosen in each place, those that are hopelessly slow included.
-    """
+    number: dict[MoEShape, int]
+    tactics: int
+    key: Ints
+    ms: Floats
+    repeats: Ints
+    failed: Ints
 
-    table: TacticTable
-    order: Ints
-    places: Sequence[_Place]
-    total: Ints
-    cells: Cells
-    site: Ints
-    prediction: Prediction
+    @classmethod
+    def of(cls, timings: Timings | None, shapes: Sequence[MoEShape], table: TacticTable) -> _Known:
+        number = {shape: i for i, shape in enumerate(dict.fromkeys(shapes))}
+        none = cls(number, len(table), np.zeros(0, dtype=np.int64), np.zeros(0), np.zeros(0, dtype=np.int64), _NONE)
+        if timings is None:
+            return none
+        part = timings.select(np.isin(timings.shape, [i for i, s in enumerate(timings.shapes) if s in number]))
+        if not len(part):
+            return none
+        failed = none._key(Cells.of(part.select(np.isnan(part.ms))))
+        merged, repeats = part.merged()
+        key = none._key(Cells.of(merged))
+        good = ~np.isin(key, failed)
+        order = np.argsort(key[good])
+        return replace(
+            none, key=key[good][order], ms=merged.ms[good][order], repeats=repeats[good][order], failed=failed
+        )
+
+    def look_up(self, cells: Cells) -> tuple[Floats, Ints, NDArray[np.bool_]]:
+        """Return the time of each cell, NaN where it wasn't timed, its repeats, and whether it ever failed."""
+        key = self._key(cells)
+        place = np.searchsorted(self.key, key)
+        there = np.append(self.key, -1)[place] == key
+        ms = np.where(there, np.append(self.ms, np.nan)[place], np.nan)
+        return ms, np.where(there, np.append(self.repeats, 0)[place], 0), np.isin(key, self.failed)
+
+    def _key(self, cells: Cells) -> Ints:
+        shape = np.array([self.number.get(shape, -1) for shape in cells.shapes], dtype=np.int64)[cells.shape]
+        return np.asarray(((shape * 4 + cells.stage) * _TOKENS + cells.tokens) * self.tactics + cells.tactic)
 
 
-def _pick_rows(prediction: Prediction, rows: Ints) -> Prediction:
-    return Prediction(prediction.ms[rows], prediction.log_sd[rows], prediction.choice_sd[rows])
+@dataclass(frozen=True)
+class _Options:
+    """The cells that may be chosen in some places, sorted by place, and what is known of them.
 
-
-def _choose_all(
-    bound: _Bound,
-    model: PerformanceModel,
-    measured: Mapping[_Place, Mapping[int, _Repeated]],
-    fused: bool,
-    carried: Floats | None,
-) -> list[Choice]:
-    """Return the choice of every place, in order.
-
-    Parameters
+    Attributes
     ----------
-    measured : mapping
-        Timings by place and tactic id.
-    carried : ndarray of float64, shape (cells,), or None
-        Predictions under uniform routing, where the cells' is another one.
+    cells : Cells
+    place : ndarray of int64, shape (cells,)
+    prediction : Prediction
+    times, repeats : ndarray, shape (cells,)
+        Times measured under uniform routing in ms, NaN without, and how many there were.
+    uniform : ndarray of float64, shape (cells,), or None
+        Predictions under uniform routing in ms, where the cells' is another one.
+    places : sequence of (int, int, int)
+        Index of the shape, stage, bucket.
+    in_all : ndarray of int64, shape (places,)
+        Tactics that may be chosen in each place, those that are hopelessly slow included.
+    touched : ndarray of bool, shape (places,)
+        Whether any tactic was timed there.
     """
-    count = len(bound.places)
-    starts = np.searchsorted(bound.site, np.arange(count + 1))
-    cells, ms = bound.cells, bound.prediction.ms
-    chosen = pick(bound.site, ms, bound.order[cells.tactic], count)
-    near = candidates(bound.site, ms, np.isin(np.arange(len(ms)), chosen))
-    outlook = prior_outlook(
-        bound.site[near],
-        cells.tactic[near],
-        ms[near],
-        bound.prediction.choice_sd[near],
-        np.searchsorted(near, chosen),
-        model.columns,
-    )
-    within = _calibrated(model, outlook.within)
-    source = "analytical" if model.analytical else "predicted"
-    choices: list[Choice] = []
-    timed = [measured.get(place, {}) for place in bound.places]
-    for first, last in _stages(bound.places):
-        mine = range(first, last)
-        if not any(timed[j] for j in mine):
-            for j in mine:
-                some = slice(starts[j], starts[j + 1])
-                at = _At(cells.tactic[some], ms[some], bound.prediction.log_sd[some], int(chosen[j] - starts[j]))
-                choices.append(_choice(bound, j, fused, at, source, outlook.regret[j], within[j]))
-            continue
-        choices += _from_timings(bound, model, starts, mine, timed, fused, carried, source)
-    return choices
+
+    cells: Cells
+    place: Ints
+    prediction: Prediction
+    times: Floats
+    repeats: Ints
+    uniform: Floats | None
+    places: Sequence[tuple[int, int, int]]
+    in_all: Ints
+    touched: NDArray[np.bool_]
+
+    def select(self, rows: NDArray[Any]) -> _Options:
+        """Return some of the cells, in the same places."""
+        return replace(
+            self,
+            cells=self.cells.select(rows),
+            place=self.place[rows],
+            prediction=self.prediction.select(rows),
+            times=self.times[rows],
+            repeats=self.repeats[rows],
+            uniform=None if self.uniform is None else self.uniform[rows],
+        )
 
 
-def _from_timings(
-    bound: _Bound,
-    model: PerformanceModel,
-    starts: Ints,
-    mine: range,
-    timed: Sequence[Mapping[int, _Repeated]],
-    fused: bool,
-    carried: Floats | None,
-    source: str,
-) -> list[Choice]:
-    """Return the choices of one (shape, stage) of which something was timed."""
-    rows = slice(starts[mine[0]], starts[mine[-1] + 1])
-    cells, prediction, site = bound.cells.select(np.arange(rows.start, rows.stop)), bound.prediction, bound.site[rows]
-    known = [timed[j].get(i) for j, i in zip(site.tolist(), cells.tactic.tolist(), strict=True)]
-    at = np.array([k is not None for k in known])
-    times = np.array([k.ms if k is not None else np.nan for k in known])
-    repeats = np.array([k.repeats if k is not None else 0 for k in known], dtype=np.int64)
-    ms, log_sd = prediction.ms[rows], prediction.log_sd[rows]
-    if carried is not None:
-        times = carried_over(times, carried[rows], ms)
-    posterior = update(
-        cells.tokens,
-        cells.tactic,
-        ms,
-        prediction.choice_sd[rows],
-        model.columns,
-        Timed(cells.tokens[at], cells.tactic[at], times[at], repeats[at], 0.0 if carried is None else _CARRIED_SD),
-    )
-    # What is believed of each cell: candidates by the posterior, the rest shifted as their bucket's candidates are.
-    row = posterior.rows(cells.tokens, cells.tactic)
-    # A model that reproduces these timings has in its predictions what they say of other cells already.
-    reproduced = model.residual_ is not None and model.knows(bound.places[mine[0]][0])
-    candidate_ms = np.where(at, times, ms) if reproduced else np.exp(posterior.mean[row])
-    believed = np.where(row >= 0, candidate_ms, np.nan)
-    shift = np.array([np.nanmean(np.log(believed[site == j] / ms[site == j])) for j in mine])
-    believed = np.where(row >= 0, believed, np.where(at, times, ms * np.exp(shift[site - mine[0]])))
-    fast_only = np.where(row >= 0, believed, np.inf)
-    swept = np.array([at[site == j].sum() >= SWEPT * bound.total[j] for j in mine])[site - mine[0]]
-    fast_only = np.where(swept & ~at, np.inf, fast_only)
-    chosen = pick(site - mine[0], fast_only, bound.order[cells.tactic], len(mine))
-    outlook = posterior.outlook(row[chosen])
-    within = _calibrated(model, outlook.within)
-    shown = np.where(at & (carried is None), times, believed)
-    sd = np.where(at & (carried is None), _REPEAT_SD, log_sd)
-    choices = []
-    for n, j in enumerate(mine):
-        some = np.flatnonzero(site == j)
-        pickd = int(np.searchsorted(some, chosen[n]))
-        if carried is not None or not at[chosen[n]]:
-            said = source
-        elif swept[chosen[n]]:
-            said = "measured"
-        else:
-            said = "verified" if within[n, 0] >= SURE else source
-        options = _At(cells.tactic[some], shown[some], sd[some], pickd)
-        choices.append(_choice(bound, j, fused, options, said, outlook.regret[n], within[n]))
-    return choices
+@dataclass
+class _Verdict:
+    """What is said of cells (time in ms, deviation of its logarithm) and of places (the rest)."""
 
-
-def _calibrated(model: PerformanceModel, within: Floats) -> Floats:
-    """Return probabilities of being near the best, shape (choices, shares of `NEAR`), corrected by held-out shapes."""
-    columns = [calibrated_probability(model, within[:, i], margin) for i, margin in enumerate(NEAR)]
-    return np.stack(columns, axis=1)
-
-
-@dataclass(frozen=True)
-class _At:
-    """The tactics of one place: times in ms, deviations of their logarithms, and the index of the chosen one."""
-
-    tactic: Ints
     ms: Floats
     log_sd: Floats
-    best: int
+    chosen: Ints
+    source: list[str]
+    regret: Floats
+    within: Floats
 
 
-def _choice(bound: _Bound, place: int, fused: bool, options: _At, source: str, regret: float, within: Floats) -> Choice:
-    shape, stage, bucket = bound.places[place]
-    ms, best = options.ms, options.best
-    others = ms.copy()
-    others[best] = np.inf
-    second = int(np.argmin(others)) if len(ms) > 1 else best
-    fallback = np.flatnonzero(options.tactic == bound.table.fallback_id(stage))
-    fallback_ms, beats = float("nan"), False
-    if len(fallback):
-        f = int(fallback[0])
-        fallback_ms = float(ms[f])
-        gain = math.log(fallback_ms / ms[best])
-        doubt = _CONFIDENCE * math.hypot(options.log_sd[f], options.log_sd[best])
-        beats = f != best and gain > (math.log1p(SURE_GAIN) if source == "analytical" else doubt)
-    return Choice(
-        shape=shape,
-        stage=stage,
-        bucket=bucket,
-        fused_finalize=fused,
-        tactic_id=int(options.tactic[best]),
-        tactic=bound.table.tactic(int(options.tactic[best])),
-        ms=float(ms[best]),
-        runner_up=bound.table.tactic(int(options.tactic[second])),
-        runner_up_ms=float(ms[second]),
-        fallback_ms=fallback_ms,
-        candidates=len(ms),
-        source=source,
-        regret=math.expm1(regret),
-        within=tuple(within.tolist()),
-        beats_fallback=beats,
-    )
+class _Chooser:
+    """Chooses among options by a model."""
 
+    def __init__(self, model: PerformanceModel, order: Ints) -> None:
+        self._model, self._order = model, order
+        self._tactics = [model.table.tactic(i) for i in range(len(model.table))]
+        self._source = "analytical" if model.analytical else "predicted"
 
-def _stages(places: Sequence[_Place]) -> list[tuple[int, int]]:
-    """Return where each (shape, stage) begins and ends."""
-    starts = [i for i in range(len(places)) if i == 0 or places[i][:2] != places[i - 1][:2]]
-    return list(zip(starts, [*starts[1:], len(places)], strict=True))
+    def choose(
+        self, o: _Options, hopeless: NDArray[np.bool_], fused: bool, gemm1: dict[int, dict[int, Choice]]
+    ) -> list[Choice]:
+        """Return the choice of every place, in order.
 
-
-def _among(
-    cells: Cells, site: Ints, places: Sequence[_Place], found: Mapping[_Place, Collection[int]]
-) -> NDArray[np.bool_]:
-    """Return which cells are among those found in their place."""
-    some = [found.get(place, ()) for place in places]
-    if not any(some):
-        return np.zeros(len(site), dtype=bool)
-    return np.array([i in some[j] for i, j in zip(cells.tactic.tolist(), site.tolist(), strict=True)])
-
-
-def _grid(
-    table: TacticTable, shapes: Sequence[MoEShape], buckets: Sequence[int], routing: Routing
-) -> tuple[list[_Place], Cells, Ints]:
-    """Return every (shape, stage, bucket), all their cells in that order, and each cell's place in it."""
-    places = [(shape, stage, bucket) for shape in shapes for stage in STAGES for bucket in buckets]
-    parts = [
-        np.array([[i, stage, bucket, tactic, place] for tactic in table.ids(stage)], dtype=np.int64)
-        for place, (i, stage, bucket) in enumerate(
-            (i, stage, bucket) for i in range(len(shapes)) for stage in STAGES for bucket in buckets
+        gemm1 fuses nothing, so that it is chosen once: `gemm1` keeps its choices by place, and by the most candidates
+        of a place, since the draws that say how sure choices are depend on their number.
+        """
+        ms, count = o.prediction.ms, len(o.places)
+        chosen = pick(o.place, ms, self._order[o.cells.tactic], count)
+        near = candidates(o.place, ms, np.isin(np.arange(len(ms)), chosen))
+        most = int(np.bincount(o.place[near]).max())
+        stage = np.array([stage for _, stage, _ in o.places])
+        again = gemm1.get(most, {})
+        open_ = ~np.isin(np.arange(count), list(again))
+        v = _Verdict(
+            ms.copy(), o.prediction.log_sd.copy(), chosen, [self._source] * count, np.zeros(count), np.zeros((count, 2))
         )
-    ]
-    shape, stages, tokens, tactics, site = np.concatenate(parts).T
-    return places, Cells(shapes, shape, stages, tokens, tactics, routing), site
+        # A shape's timings say something of all buckets of their stage.
+        layer = np.array([i for i, _, _ in o.places]) * len(STAGES) + stage - 1
+        timed = np.isin(layer, layer[o.touched])
+        self._from_predictions(o, v, near, open_ & ~timed, most)
+        for one in np.unique(layer[open_ & timed]).tolist():
+            self._from_timings(o, v, np.flatnonzero(layer == one))
+        found = again | self._choices(o, v, np.flatnonzero(open_), hopeless, fused)
+        gemm1.setdefault(most, {place: found[place] for place in np.flatnonzero(stage == 1).tolist()})
+        return [replace(found[i], fused_finalize=fused) if i in again else found[i] for i in range(count)]
 
+    def _from_predictions(self, o: _Options, v: _Verdict, near: Ints, where: NDArray[np.bool_], most: int) -> None:
+        """Say how good the choices of some places are, of which nothing was timed; `near` are all candidates."""
+        if not where.any():
+            return
+        rows = near[where[o.place[near]]]
+        number = np.cumsum(where) - 1
+        outlook = prior_outlook(
+            number[o.place[rows]],
+            o.cells.tactic[rows],
+            o.prediction.ms[rows],
+            o.prediction.choice_sd[rows],
+            np.searchsorted(rows, v.chosen[where]),
+            self._model.columns,
+            most=most,
+        )
+        v.regret[where], v.within[where] = outlook.regret, self._calibrated(outlook.within)
 
-def _plausible(model: PerformanceModel, cells: Cells, site: Ints) -> NDArray[np.bool_]:
-    """Return which cells are worth a full prediction: not far behind analytically, or the fallback."""
-    analytic = model.predict_analytic(cells)
-    best = least_by(site, analytic, int(site.max()) + 1)
-    fallback = np.isin(cells.tactic, [model.table.fallback_id(stage) for stage in STAGES])
-    return np.asarray((analytic <= _ANALYTIC_CUT * best[site]) | fallback)
+    def _from_timings(self, o: _Options, v: _Verdict, mine: Ints) -> None:
+        """Choose for the places of one (shape, stage) of which something was timed."""
+        first, last = np.searchsorted(o.place, [mine[0], mine[-1] + 1]).tolist()
+        part = o.select(np.arange(first, last))
+        cells, place, ms, times = part.cells, part.place - mine[0], part.prediction.ms, part.times
+        at = ~np.isnan(times)
+        elsewhere = part.uniform is not None
+        if part.uniform is not None:
+            times = carried_over(times, part.uniform, ms)
+        extra_sd = _CARRIED_SD if elsewhere else 0.0
+        timed = Timed(cells.tokens[at], cells.tactic[at], times[at], part.repeats[at], extra_sd)
+        posterior = update(cells.tokens, cells.tactic, ms, part.prediction.choice_sd, self._model.columns, timed)
+        # What is believed of each cell: candidates by the posterior, the rest shifted as their bucket's candidates are.
+        row = posterior.rows(cells.tokens, cells.tactic)
+        # A model that reproduces these timings has in its predictions what they say of other cells already.
+        reproduced = self._model.residual_ is not None and self._model.knows(cells.shapes[cells.shape[0]])
+        believed = np.where(at, times, ms) if reproduced else np.exp(posterior.mean[row])
+        seen = np.where(row >= 0, believed, np.nan)
+        shift = np.array([np.nanmean(np.log(seen[place == j] / ms[place == j])) for j in range(len(mine))])
+        believed = np.where(row >= 0, believed, np.where(at, times, ms * np.exp(shift[place])))
+        swept = np.bincount(place, at, minlength=len(mine)) >= SWEPT * o.in_all[mine]
+        may = (row >= 0) & (at | ~swept[place])
+        chosen = pick(place, np.where(may, believed, np.inf), self._order[cells.tactic], len(mine))
+        outlook = posterior.outlook(row[chosen])
+        within = self._calibrated(outlook.within)
+        for n, j in enumerate(mine.tolist()):
+            if at[chosen[n]] and not elsewhere:
+                v.source[j] = "measured" if swept[n] else "verified" if within[n, 0] >= SURE else self._source
+        v.chosen[mine], v.regret[mine], v.within[mine] = chosen + first, outlook.regret, within
+        v.ms[first:last] = np.where(at & (not elsewhere), times, believed)
+        v.log_sd[first:last] = np.where(at & (not elsewhere), _REPEAT_SD, part.prediction.log_sd)
 
+    def _calibrated(self, within: Floats) -> Floats:
+        """Return probabilities of being near the best, shape (choices, len(NEAR)), corrected by held-out shapes."""
+        columns = [calibrated_probability(self._model, within[:, i], margin) for i, margin in enumerate(NEAR)]
+        return np.stack(columns, axis=1)
 
-class _Repeated(NamedTuple):
-    """The time of a cell in ms, and how many timings it is the mean of."""
-
-    ms: float
-    repeats: int
-
-
-def _measured(
-    timings: Timings, wanted: set[MoEShape]
-) -> tuple[dict[_Place, dict[int, _Repeated]], dict[_Place, set[int]]]:
-    """Return the timings of each bucket of the wanted shapes, and the tactics that ever failed in it."""
-    rows = np.isin(timings.shape, [i for i, s in enumerate(timings.shapes) if s in wanted])
-    if not rows.any():
-        return {}, {}
-    part = timings.select(rows)
-    broken: dict[_Place, set[int]] = {}
-    for (shape, stage, tokens), times in times_by_bucket(part.select(np.isnan(part.ms))).items():
-        broken[part.shapes[shape], stage, tokens] = set(times)
-    found: dict[_Place, dict[int, _Repeated]] = {}
-    merged, repeats = part.merged()
-    columns = (merged.shape, merged.stage, merged.tokens, merged.tactic, merged.ms, repeats)
-    for shape, stage, tokens, tactic, ms, count in zip(*(c.tolist() for c in columns), strict=True):
-        place = part.shapes[shape], stage, tokens
-        if tactic not in broken.get(place, ()):
-            found.setdefault(place, {})[tactic] = _Repeated(ms, count)
-    return found, broken
+    def _choices(
+        self, o: _Options, v: _Verdict, where: Ints, hopeless: NDArray[np.bool_], fused: bool
+    ) -> dict[int, Choice]:
+        """Return the choices of some places by place."""
+        count = len(o.places)
+        others = v.ms.copy()
+        others[v.chosen] = np.inf
+        second = first_of_each(o.place, others)
+        fallback = np.full(count, -1)
+        at = np.flatnonzero(np.isin(o.cells.tactic, [self._model.table.fallback_id(stage) for stage in STAGES]))
+        fallback[o.place[at]] = at
+        fallback_ms = np.where(fallback >= 0, v.ms[fallback], np.nan)
+        doubt = _CONFIDENCE * np.hypot(v.log_sd[fallback], v.log_sd[v.chosen])
+        least = np.where(np.array(v.source) == "analytical", math.log1p(SURE_GAIN), doubt)
+        with np.errstate(invalid="ignore"):
+            beats = (fallback != v.chosen) & (np.log(fallback_ms / v.ms[v.chosen]) > least) & ~hopeless
+        options = np.bincount(o.place, minlength=count)
+        found = {}
+        for j in where.tolist():
+            i, stage, bucket = o.places[j]
+            best, next_ = int(o.cells.tactic[v.chosen[j]]), int(o.cells.tactic[second[j]])
+            found[j] = Choice(
+                shape=o.cells.shapes[i],
+                stage=stage,
+                bucket=bucket,
+                fused_finalize=fused,
+                tactic_id=best,
+                tactic=self._tactics[best],
+                ms=float(v.ms[v.chosen[j]]),
+                runner_up=self._tactics[next_],
+                runner_up_ms=float(v.ms[second[j]]),
+                fallback_ms=float(fallback_ms[j]),
+                candidates=int(options[j]),
+                source=v.source[j],
+                regret=math.expm1(v.regret[j]),
+                within=tuple(v.within[j].tolist()),
+                beats_fallback=bool(beats[j]),
+            )
+        return found

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
+import itertools
+import math
 import os
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-
 from synth import __version__
 from synth.catalog.devices import Device
+from synth.catalog.files import write_together
+from synth.catalog.schemes import STAGES
 from synth.catalog.shapes import Deployment, MoEShape
 from synth.choosing.choose import Choice, choose
+from synth.choosing.sources import Source
 from synth.configs.model import BUNDLED_PREFIX, Entry
 from synth.configs.module import dumps_bundled
 from synth.configs.sidecar import SOURCES, Record, Sidecar, sidecar_path
@@ -26,12 +28,21 @@ from synth.flashinfer.calls import ENGINES, SERVER_MAX_TOKENS
 from synth.flashinfer.keys import file_keys
 from synth.flashinfer.tactics import DEFAULT_FLASHINFER, load_table
 from synth.flashinfer.versions import build_metadata
-from synth.performance.analytical import analytical_model
-from synth.performance.model import PerformanceModel
 from synth.performance.posterior import NEAR
 from synth.performance.routing import UNIFORM, Routing
-from synth.timings.records import Denial
-from synth.timings.table import Timings
+
+__all__ = (
+    "FORMATS",
+    "Emission",
+    "NothingToWriteError",
+    "Source",
+    "Tally",
+    "bucket_union",
+    "config_name",
+    "emit",
+    "output_paths",
+    "write",
+)
 
 FORMATS = ("json", "bundled")
 #: Of the probabilities of a choice, that of being within 2 % of the best.
@@ -122,20 +133,6 @@ class NothingToWriteError(SynthError):
         self.tallies = tallies
 
 
-@dataclass(frozen=True)
-class Source:
-    """What the choices of one quantization are made from; tactics in `denied` are never chosen."""
-
-    model: PerformanceModel
-    timings: Timings | None = None
-    name: str = ""
-    denied: tuple[Denial, ...] = ()
-
-
-#: A choice's place: shape, stage, bucket, and whether gemm2 may fuse the finalize step.
-_Place = tuple[MoEShape, int, int, bool]
-
-
 def bucket_union(max_tokens: Sequence[int], flashinfer: str = DEFAULT_FLASHINFER) -> tuple[int, ...]:
     """Return the buckets that servers with any of these maximum token counts look up.
 
@@ -144,19 +141,6 @@ def bucket_union(max_tokens: Sequence[int], flashinfer: str = DEFAULT_FLASHINFER
     found = {b for m in max_tokens for b in token_buckets(m, flashinfer)}
     found |= {map_to_bucket(m - 1, m, flashinfer) for m in max_tokens if m > 1}
     return tuple(sorted(found))
-
-
-def analytical_source(device: Device, quant: str, flashinfer: str = DEFAULT_FLASHINFER) -> Source:
-    """Return the source of a device without timings: the analytic model.
-
-    Raises
-    ------
-    SynthError
-        When no tactics are known for the device, or a number that the model needs is not public.
-    """
-    model = analytical_model(device, quant, flashinfer)
-    borrowed = f", with the structure of {model.borrowed_}" if model.borrowed_ else ""
-    return Source(model, name=f"analytic model{borrowed}")
 
 
 def emit(
@@ -212,27 +196,30 @@ def emit(
         if source.model.origin_.simulated:
             raise SynthError(f"the {quant} model was fitted on simulated timings; no config is made from those")
     buckets = bucket_union(max_tokens, flashinfer)
-    by_quant = {q: [d for d in deployments if d.quant == q] for q in sources}
-    total = sum(len({d.shape_for(engine) for d in ds for engine in engines}) for ds in by_quant.values())
-    done = 0
-    entries: dict[str, Entry] = {}
-    records: list[Record] = []
+    asked = {q: found for q in sources if (found := _asked(deployments, q, engines))}
+    total, done = sum(map(len, asked.values())), 0
+    config = _Config(device, flashinfer, buckets, measured)
     tallies = []
-    for quant, wanted in by_quant.items():
-        if not wanted:
-            continue
-        source = sources[quant]
-        shapes = list(dict.fromkeys(d.shape_for(engine) for d in wanted for engine in engines))
+    for quant, shapes in asked.items():
 
         def step(n: int, start: int = done) -> None:
             if progress is not None:
                 progress(start + n, total)
 
-        choices = _choose(source, shapes, buckets, "sglang" in engines, routing, step)
-        done += len(shapes)
-        tallies.append(
-            _render(quant, wanted, shapes, buckets, engines, device, flashinfer, choices, measured, entries, records)
+        source = sources[quant]
+        choices = choose(
+            source.model,
+            list(shapes),
+            buckets,
+            timings=source.timings,
+            fused_finalize=(True, False) if "sglang" in engines else (True,),
+            routing=routing,
+            denied=frozenset((d.stage, d.tactic) for d in source.denied),
+            progress=step,
         )
+        done += len(shapes)
+        tallies.append(config.add(quant, shapes, choices))
+    entries = config.entries
     counts = {source: sum(t.entries.get(source, 0) for t in tallies) for source in SOURCES}
     if not entries:
         raise NothingToWriteError(
@@ -259,9 +246,9 @@ def emit(
         provenance["routing"] = routing.record()
     metadata = build_metadata(device.name, flashinfer, provenance)
     ordered = [entries[key] for key in sorted(entries)]
-    config = (dumps_json if file_format == "json" else dumps_bundled)(metadata, ordered)
-    sidecar = Sidecar({"device": device.name, "flashinfer": flashinfer, **provenance}, tuple(records))
-    return Emission(device, config, sidecar.dumps(config), tuple(tallies))
+    data = (dumps_json if file_format == "json" else dumps_bundled)(metadata, ordered)
+    sidecar = Sidecar({"device": device.name, "flashinfer": flashinfer, **provenance}, tuple(config.records))
+    return Emission(device, data, sidecar.dumps(data), tuple(tallies))
 
 
 def _origin_of(source: Source) -> dict[str, Any]:
@@ -321,173 +308,129 @@ class Writable(Protocol):
 def write(emissions: Sequence[Writable], paths: Sequence[Path]) -> None:
     """Write each config to its path and its sidecar beside it: all of them, or none.
 
-    Everything is first written in full to a temporary folder beside its place. Then the old config is moved away, the
-    sidecars are exchanged, and the new config comes last, so that at no time, not even where the process is killed,
-    a config lies beside a sidecar of another one. An error puts everything back as it was.
+    At no time, not even where the process is killed, a config lies beside a sidecar of another one.
 
     Raises
     ------
     SynthError
         When something can't be written; nothing has changed then.
     """
-    done: list[tuple[Path, Path]] = []
-    current = paths[0]
-    try:
-        with contextlib.ExitStack() as stack:
-            try:
-                moves = []
-                for emission, current in zip(emissions, paths, strict=True):
-                    current.parent.mkdir(parents=True, exist_ok=True)
-                    beside = tempfile.TemporaryDirectory(
-                        prefix=".synth-", dir=current.parent, ignore_cleanup_errors=True
-                    )
-                    moves.append((current, _stage(Path(stack.enter_context(beside)), current, emission)))
-                for path, pairs in moves:
-                    current = path
-                    for old, new in pairs:
-                        os.replace(old, new)
-                        done.append((old, new))
-            except BaseException:
-                for old, new in reversed(done):
-                    os.replace(new, old)
-                raise
-    except OSError as e:
-        raise SynthError(
-            f"can't write {current}: {e.strerror or e}; name another place with -o or free some space"
-        ) from e
-
-
-def _stage(folder: Path, path: Path, emission: Writable) -> list[tuple[Path, Path]]:
-    """Write a config and its sidecar to a temporary folder; return the renames that put them in place, in order."""
-    pairs = []
-    for target, data in ((sidecar_path(path), emission.sidecar), (path, emission.config)):
-        if target.is_dir():
-            raise SynthError(f"can't write {target}: a folder is in its place; move it or name another place with -o")
-        if data is None:
-            continue
-        fresh = folder / f"new-{'sidecar' if target != path else 'config'}"
-        with open(fresh, "xb") as f:
-            f.write(data)
-            f.flush()
-            os.fsync(f.fileno())
-        pairs.append((fresh, target))
-    # `lexists`: a dangling link is replaced like a file.
-    aside = [
-        (target, folder / f"old-{kind}")
-        for kind, target in (("config", path), ("sidecar", sidecar_path(path)))
-        if os.path.lexists(target)
-    ]
-    return [*aside, *pairs]
-
-
-def _choose(
-    source: Source,
-    shapes: list[MoEShape],
-    buckets: Sequence[int],
-    unfused_too: bool,
-    routing: Routing,
-    step: Callable[[int], None],
-) -> dict[_Place, Choice]:
-    """Return every choice; with `unfused_too`, also those of servers that don't fuse the finalize step."""
-    made = choose(
-        source.model,
-        shapes,
-        buckets,
-        timings=source.timings,
-        fused_finalize=(True, False) if unfused_too else (True,),
-        routing=routing,
-        denied=frozenset((d.stage, d.tactic) for d in source.denied),
-        progress=step,
+    write_together(
+        [[(path, e.config), (sidecar_path(path), e.sidecar)] for e, path in zip(emissions, paths, strict=True)]
     )
-    return {(c.shape, c.stage, c.bucket, c.fused_finalize): c for c in made}
 
 
-def _render(
-    quant: str,
-    wanted: Sequence[Deployment],
-    shapes: Sequence[MoEShape],
-    buckets: Sequence[int],
-    engines: Sequence[str],
-    device: Device,
-    flashinfer: str,
-    choices: dict[_Place, Choice],
-    measured: bool,
-    entries: dict[str, Entry],
-    records: list[Record],
-) -> Tally:
-    """Add the entries of one quantization and their records; with `measured` none that are analytical."""
-    table = load_table(device.tactics_arch, quant, flashinfer)
-    unfused = table.without_fused_finalize()
-    keys: dict[_Place, dict[str, None]] = {}
-    labels: dict[MoEShape, dict[str, None]] = {}
-    for d in wanted:
-        for engine in engines:
-            passed = replace(d, shape=d.shape_for(engine))
-            labels.setdefault(passed.shape, {})[d.label] = None
-            for fused in (True, False) if engine == "sglang" else (True,):
-                for stage in (1, 2):
-                    for bucket in buckets:
-                        found = file_keys(
-                            passed, engine, bucket, stage, device.tactics_arch, flashinfer, fused_finalize=fused
+#: Of a shape, the deployments that have it on a rank, each with the engine that asks for it.
+_Asked = dict[MoEShape, list[tuple[Deployment, str]]]
+
+
+def _asked(deployments: Sequence[Deployment], quant: str, engines: Sequence[str]) -> _Asked:
+    """Return what engines pass for the deployments of a quantization, by shape."""
+    found: _Asked = {}
+    for deployment in deployments:
+        for engine in engines if deployment.quant == quant else ():
+            passed = replace(deployment, shape=deployment.shape_for(engine))
+            found.setdefault(passed.shape, []).append((passed, engine))
+    return found
+
+
+@dataclass
+class _Config:
+    """A config that grows by one quantization after another; with `measured` no entry is analytical."""
+
+    device: Device
+    flashinfer: str
+    buckets: Sequence[int]
+    measured: bool
+    entries: dict[str, Entry] = field(default_factory=dict)
+    records: list[Record] = field(default_factory=list)
+
+    def add(self, quant: str, asked: _Asked, choices: Sequence[Choice]) -> Tally:
+        """Add the entries of one quantization and their records."""
+        table = load_table(self.device.tactics_arch, quant, self.flashinfer)
+        tables = {True: table, False: table.without_fused_finalize()}
+        found: dict[MoEShape, dict[tuple[int, int, bool], Choice]] = {shape: {} for shape in asked}
+        for choice in choices:
+            found[choice.shape][choice.stage, choice.bucket, choice.fused_finalize] = choice
+        told = []
+        for shape in sorted(asked):
+            labels = tuple(dict.fromkeys(d.label for d, _ in asked[shape]))
+            for (stage, bucket, fused), keys in self._keys(asked[shape]):
+                choice = found[shape][stage, bucket, fused]
+                fresh = [key for key in keys if key not in self.entries]
+                written = choice.beats_fallback and not (self.measured and choice.source == "analytical")
+                if written:
+                    tactic = tables[fused].id_of(stage, choice.tactic)
+                    for key in fresh:
+                        self.entries[key] = Entry(
+                            key, tactic, choice.ms, choice.runner_up_ms, choice.margin, choice.candidates
                         )
-                        keys.setdefault((passed.shape, stage, bucket, fused), {}).update(dict.fromkeys(found))
-    by_source: dict[str, int] = {}
-    abstained: dict[str, int] = {}
-    regret: dict[str, float] = {}
-    within: dict[str, float] = {}
-    gains = []
-    for cell in sorted(keys):
-        choice = choices[cell]
-        shape, stage, bucket, fused = cell
-        fresh = [key for key in keys[cell] if key not in entries]
-        source = choice.source
-        written = choice.beats_fallback and not (measured and source == "analytical")
-        if not written:
-            abstained[source] = abstained.get(source, 0) + len(fresh)
-        else:
-            tactic_id = (table if fused else unfused).id_of(stage, choice.tactic)
-            for key in fresh:
-                entries[key] = Entry(
-                    key, tactic_id, choice.ms, choice.runner_up_ms, choice.margin, choice.candidates
-                )
-            by_source[source] = by_source.get(source, 0) + len(fresh)
-            regret[source] = regret.get(source, 0.0) + choice.regret * len(fresh)
-            within[source] = within.get(source, 0.0) + choice.within[_TWO_PERCENT] * len(fresh)
-            gains.append(np.log(choice.fallback_ms / choice.ms))
-        within_1, within_2 = (_short(p) for p in choice.within)
-        records.append(
-            Record(
-                shape=str(shape),
-                labels=tuple(labels[shape]),
-                quant=quant,
-                stage=stage,
-                bucket=bucket,
-                fused_finalize=fused,
-                source=source,
-                written=written,
-                tactic=str(choice.tactic),
-                ms=_short(choice.ms),
-                runner_up=str(choice.runner_up),
-                runner_up_ms=_short(choice.runner_up_ms),
-                margin=_short(choice.margin),
-                fallback_ms=_short(choice.fallback_ms),
-                expected_regret=_short(choice.regret),
-                within_1=within_1,
-                within_2=within_2,
-                candidates=choice.candidates,
-                keys=tuple(keys[cell]),
+                self.records.append(_record(choice, quant, labels, keys, written))
+                told.append((choice, len(fresh), written))
+        return _tally(quant, asked, told)
+
+    def _keys(self, asked: Sequence[tuple[Deployment, str]]) -> Iterator[tuple[tuple[int, int, bool], tuple[str, ...]]]:
+        """Yield stage, bucket and whether gemm2 may fuse the finalize step, and all keys that ask for that choice."""
+        arch, flashinfer = self.device.tactics_arch, self.flashinfer
+        settings = (False, True) if any(engine == "sglang" for _, engine in asked) else (True,)
+        for stage, bucket, fused in itertools.product(STAGES, self.buckets, settings):
+            keys = (
+                file_keys(deployment, engine, bucket, stage, arch, flashinfer, fused_finalize=fused)
+                for deployment, engine in asked
+                if fused or engine == "sglang"
             )
-        )
-    gain = float(np.exp(np.mean(gains))) if gains else float("nan")
+            yield (stage, bucket, fused), tuple(dict.fromkeys(itertools.chain.from_iterable(keys)))
+
+
+def _tally(quant: str, asked: _Asked, told: Sequence[tuple[Choice, int, bool]]) -> Tally:
+    """Return what choices came to, each with the number of its entries and whether they are written."""
+    pairs = Counter(engine for of_shape in asked.values() for _, engine in of_shape)
+    entries, abstained = Counter[str](), Counter[str]()
+    regret, within = defaultdict[str, float](float), defaultdict[str, float](float)
+    for choice, count, written in told:
+        (entries if written else abstained)[choice.source] += count
+        if written:
+            regret[choice.source] += choice.regret * count
+            within[choice.source] += choice.within[_TWO_PERCENT] * count
+    gains = [math.log(choice.fallback_ms / choice.ms) for choice, _, written in told if written]
     return Tally(
-        quant, len(wanted), len(shapes), by_source, abstained, _per(regret, by_source), _per(within, by_source), gain
+        quant=quant,
+        deployments=max(pairs.values()),
+        shapes=len(asked),
+        entries=dict(entries),
+        abstained=dict(abstained),
+        regret={source: total / entries[source] for source, total in regret.items() if entries[source]},
+        within={source: total / entries[source] for source, total in within.items() if entries[source]},
+        gain=math.exp(math.fsum(gains) / len(gains)) if gains else math.nan,
     )
 
 
-def _per(sums: Mapping[str, float], counts: Mapping[str, int]) -> dict[str, float]:
-    return {source: total / counts[source] for source, total in sums.items() if counts[source]}
+def _record(choice: Choice, quant: str, labels: tuple[str, ...], keys: tuple[str, ...], written: bool) -> Record:
+    """Return what the sidecar says of a choice."""
+    within_1, within_2 = (_short(p) for p in choice.within)
+    return Record(
+        shape=str(choice.shape),
+        labels=labels,
+        quant=quant,
+        stage=choice.stage,
+        bucket=choice.bucket,
+        fused_finalize=choice.fused_finalize,
+        source=choice.source,
+        written=written,
+        tactic=str(choice.tactic),
+        ms=_short(choice.ms),
+        runner_up=str(choice.runner_up),
+        runner_up_ms=_short(choice.runner_up_ms),
+        margin=_short(choice.margin),
+        fallback_ms=_short(choice.fallback_ms),
+        expected_regret=_short(choice.regret),
+        within_1=within_1,
+        within_2=within_2,
+        candidates=choice.candidates,
+        keys=keys,
+    )
 
 
 def _short(value: float) -> float | None:
     """Return six significant digits, which any machine computes alike; None for a missing value."""
-    return float(f"{value:.6g}") if np.isfinite(value) else None
+    return float(f"{value:.6g}") if math.isfinite(value) else None

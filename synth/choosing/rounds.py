@@ -19,7 +19,7 @@ from synth.choosing.picks import Pick, Seen, Strategy
 from synth.choosing.plan import Layer, Plan, timing_seconds
 from synth.flashinfer.legality import runnable_ids, smem_block_bytes
 from synth.flashinfer.tactics import load_table
-from synth.performance.geometry import Floats, Ints, least_by
+from synth.performance.geometry import Floats, Ints, first_of_each, least_by
 from synth.performance.model import Cells, PerformanceModel
 from synth.performance.posterior import Posterior, Timed, believe, timed_of
 from synth.timings.origin import Origin
@@ -358,7 +358,7 @@ class _Sample:
         gain = look.gain.copy()
         gain[np.isin(look.rows, timed)] = 0.0
         # At most one a place: the next round knows more.
-        best = _first_of_each(self._place[look.rows], -gain)
+        best = first_of_each(self._place[look.rows], -gain)
         best = best[gain[best] > ENOUGH]
         ranked = best[np.argsort(-gain[best], kind="stable")]
         if not len(ranked) and begun < _FIRST:
@@ -415,7 +415,7 @@ class _Sample:
         draws = model.draws(self._cells.select(found))
         mean = draws.mean(axis=0)
         place = self._place[found]
-        best = _first_of_each(place, mean)
+        best = first_of_each(place, mean)
         at = np.full(self._places, -1)
         at[place[best]] = best
         gain = np.maximum(draws[:, at[place]] - draws, 0.0).mean(axis=0)
@@ -448,13 +448,6 @@ class _Look:
     mean: Floats
     best: Ints
     gain: Floats
-
-
-def _first_of_each(group: Ints, score: Floats) -> Ints:
-    """Return the index of the least score in each group, by group."""
-    order = np.lexsort((score, group))
-    first = np.concatenate([[True], group[order][1:] != group[order][:-1]])
-    return np.asarray(order[first])
 
 
 def decide_by_rounds(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 from click.core import ParameterSource
@@ -17,8 +18,11 @@ from synth.errors import SynthError
 
 if TYPE_CHECKING:
     from synth.catalog.devices import Device
-    from synth.choosing.emission import Emission, Source
-    from synth.performance.routing import Routing
+    from synth.choosing.emission import Emission
+    from synth.choosing.sources import Source
+
+_K = TypeVar("_K")
+_V = TypeVar("_V")
 
 
 @click.command(short_help="choose tactics and write the config that FlashInfer loads")
@@ -65,25 +69,33 @@ def emit(
     **layer: Any,
 ) -> None:
     """Choose a tactic for every shape, stage and bucket, and write the config that FlashInfer loads."""
+    # Before numpy is there: its matrices are small here, and threads that wait for work burn more than they save.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
     from synth.catalog.devices import find_devices
     from synth.choosing.emission import output_paths, write
+    from synth.flashinfer.calls import ENGINES, SERVER_MAX_TOKENS
     from synth.performance.routing import Routing
 
     spread = Routing.parse(routing)
     found = find_devices(device)
     paths = output_paths(found, output, file_format)
+    folders = {"measurements": own_measurements, "models": own_models}
+    settings: dict[str, Any] = {
+        "engines": ENGINES if engine == "both" else (engine,),
+        "max_tokens": max_tokens or SERVER_MAX_TOKENS,
+        "flashinfer": flashinfer,
+        "file_format": file_format,
+        "routing": spread,
+        "measured": measured,
+    }
     done: list[tuple[Emission, Path]] = []
     skipped: list[_Skipped] = []
     for one, path in zip(found, paths, strict=True):
-        try:
-            emission, without = _emit_one(
-                one, file_format, engine, max_tokens, measured, spread, flashinfer, own_measurements, own_models, layer
-            )
-        except _SkippedError as e:
-            skipped += e.skipped
-        else:
+        emission, without = _emit_one(one, settings, folders, layer)
+        skipped += without
+        if emission is not None:
             done.append((emission, path))
-            skipped += without
     # What is measured goes where this command looks for it.
     given = click.get_current_context().get_parameter_source("own_measurements") is ParameterSource.COMMANDLINE
     collect_options = {**layer, "measurements": own_measurements if given else None}
@@ -92,8 +104,8 @@ def emit(
     write([emission for emission, _ in done], [path for _, path in done])
     for emission, path in done:
         _print_emission(emission, path)
-    for reason, group in _by_reason(skipped).items():
-        click.echo(f"skipped: {_named(group)}: {reason}; {sum(s.deployments for s in group)} deployments", err=True)
+    for reason, deployments in _reasons(skipped).items():
+        click.echo(f"skipped: {reason}; {deployments} deployments", err=True)
     _warn_of_analytical([emission for emission, _ in done], collect_options)
     if not spread.is_uniform:
         click.echo(
@@ -109,10 +121,6 @@ def emit(
     click.echo(f"next: synth replay {done[0][1]}")
 
 
-#: Why a quantization of a device has no model at all: without these a fitted one can't be made either.
-_NOT_PUBLIC = "its SMs, L2, memory bandwidth or peak aren't public"
-
-
 @dataclass(frozen=True)
 class _Skipped:
     """Quantizations of a device that nothing is written for, with so many deployments, and why."""
@@ -124,121 +132,58 @@ class _Skipped:
     can_be_timed: bool = False
 
 
-class _SkippedError(SynthError):
-    """All quantizations of a device are skipped."""
-
-    def __init__(self, skipped: list[_Skipped]) -> None:
-        super().__init__(skipped[0].reason)
-        self.skipped = skipped
-
-
 def _emit_one(
-    device: Device,
-    file_format: str,
-    engine: str,
-    max_tokens: tuple[int, ...],
-    measured: bool,
-    routing: Routing,
-    flashinfer: str,
-    own_measurements: Path | None,
-    own_models: Path | None,
-    layer: dict[str, Any],
-) -> tuple[Emission, list[_Skipped]]:
-    """Return a device's config, and the quantizations that are skipped in it since nothing is known to choose by.
-
-    Raises
-    ------
-    _SkippedError
-        When nothing is left to write.
-    """
+    device: Device, settings: dict[str, Any], folders: dict[str, Path | None], layer: dict[str, Any]
+) -> tuple[Emission | None, list[_Skipped]]:
+    """Return a device's config, None without entries, and the quantizations that are skipped in it."""
     from synth.choosing.emission import NothingToWriteError
     from synth.choosing.emission import emit as emit_config
-    from synth.flashinfer.calls import ENGINES, SERVER_MAX_TOKENS
+    from synth.choosing.sources import NoSourceError
     from synth.flashinfer.tactics import load_tables
     from synth.reporting.console import progress
 
+    flashinfer, measured = settings["flashinfer"], settings["measured"]
     quants = [t.quant for t in load_tables(flashinfer) if t.arch == device.tactics_arch]
     if not quants:
-        raise _SkippedError([_Skipped(device, (), 0, f"no tactics known for {device.arch} in FlashInfer {flashinfer}")])
-    deployments = wanted_layers(quants, **layer)
+        return None, [_Skipped(device, (), 0, f"no tactics known for {device.arch} in FlashInfer {flashinfer}")]
+    deployments = _grouped((d.quant, d) for d in wanted_layers(quants, **layer))
     sources: dict[str, Source] = {}
     skipped: list[_Skipped] = []
-    for quant in dict.fromkeys(d.quant for d in deployments):
-        found = _source(device, quant, flashinfer, measured, own_measurements, own_models)
-        if isinstance(found, str):
-            count = sum(d.quant == quant for d in deployments)
-            skipped.append(_Skipped(device, (quant,), count, found, can_be_timed=found != _NOT_PUBLIC))
-        else:
-            sources[quant] = found
+    for quant, some in deployments.items():
+        try:
+            sources[quant] = _source(device, quant, flashinfer, measured, folders)
+        except NoSourceError as e:
+            skipped.append(_Skipped(device, (quant,), len(some), str(e), e.can_be_timed))
     if not sources:
-        raise _SkippedError(skipped)
+        return None, skipped
     try:
         with progress(f"choosing for {device.name}") as report:
-            emission = emit_config(
-                device,
-                [d for d in deployments if d.quant in sources],
-                sources,
-                engines=ENGINES if engine == "both" else (engine,),
-                max_tokens=max_tokens or SERVER_MAX_TOKENS,
-                flashinfer=flashinfer,
-                file_format=file_format,
-                routing=routing,
-                measured=measured,
-                progress=report,
-            )
+            chosen = [one for quant in sources for one in deployments[quant]]
+            return emit_config(device, chosen, sources, progress=report, **settings), skipped
     except NothingToWriteError as e:
-        left_out = sum(t.left_out for t in e.tallies)
         why = "without timings, or not sure to beat the fallback" if measured else "not sure to beat the fallback"
-        reason = f"all {left_out} entries are left out: {why}"
-        quants = [t.quant for t in e.tallies]
+        reason = f"all {sum(t.left_out for t in e.tallies)} entries are left out: {why}"
         count = sum(t.deployments for t in e.tallies)
-        skipped.append(_Skipped(device, tuple(quants), count, reason, can_be_timed=True))
-        raise _SkippedError(skipped) from e
-    return emission, skipped
+        return None, [*skipped, _Skipped(device, tuple(t.quant for t in e.tallies), count, reason, can_be_timed=True)]
 
 
-def _source(
-    device: Device,
-    quant: str,
-    flashinfer: str,
-    measured: bool,
-    own_measurements: Path | None,
-    own_models: Path | None,
-) -> Source | str:
-    """Return what to choose by: the fitted model or else the analytic one, and timings; or why there is nothing."""
-    from synth.catalog.paths import find_model, readable
-    from synth.choosing.emission import Source, analytical_source
-    from synth.performance.model import PerformanceModel
+def _source(device: Device, quant: str, flashinfer: str, measured: bool, folders: dict[str, Path | None]) -> Source:
+    """Return what to choose by, having said what is wrong with it or not kept."""
+    from synth.choosing.sources import source_for
     from synth.reporting.console import problems
-    from synth.timings.folders import load
-    from synth.timings.records import DENIED
 
-    folders = readable("measurements", own_measurements)
     found: list[Any] = []
-    tables = load(folders, device.name, quant, flashinfer, problems=found)
-    problems(found)
-    path = find_model(readable("models", own_models), device.name, quant, flashinfer)
-    if path is not None:
-        model = PerformanceModel.load(path, device=device.name, quant=quant, flashinfer=flashinfer)
-        name = f"model fitted on {len(model.shapes_)} shapes"
-    else:
-        try:
-            analytical = analytical_source(device, quant, flashinfer)
-        except SynthError:
-            # There are tactics, or nobody would have asked.
-            return _NOT_PUBLIC
-        model, name = analytical.model, analytical.name
-        if measured and all(t.origin != model.origin_ for t in tables):
-            return f"no timings for FlashInfer {flashinfer}"
-    timings = next((t for t in tables if t.origin == model.origin_), None)
-    if path is None and timings is not None:
-        model, name = PerformanceModel(start=model).fit(timings), f"{name}, and {len(timings)} timings"
+    try:
+        source = source_for(device, quant, flashinfer, measured=measured, problems=found, **folders)
+    finally:
+        problems(found)
+    if source.fitted_here and source.timings is not None:
         click.echo(
-            f"note: {device.name} {quant}: {len(timings)} timings, fitted for this config; `synth fit` keeps the model "
-            "and says how good it is",
+            f"note: {device.name} {quant}: {len(source.timings)} timings, fitted for this config; `synth fit` keeps "
+            "the model and says how good it is",
             err=True,
         )
-    return Source(model, timings, name, DENIED.load(folders, model.origin_))
+    return source
 
 
 #: Options that the command to collect takes over from the one to emit, in the order in which they are printed.
@@ -273,7 +218,7 @@ def _collect_command(layer: Mapping[str, Any], quants: Iterable[str] = ()) -> st
 
 def _nothing_written(skipped: Sequence[_Skipped], measured: bool, command: str) -> NoReturn:
     """End the command: 1 where what was asked for isn't measured, 2 where nothing can be said of it."""
-    reasons = "; ".join(f"{_named(group)}: {reason}" for reason, group in _by_reason(skipped).items())
+    reasons = "; ".join(_reasons(skipped))
     if not any(s.can_be_timed for s in skipped):
         raise SynthError(f"nothing to write: {reasons}; `synth devices` lists what is known of each device")
     hint = f"to time some, on such a GPU: {command}"
@@ -283,19 +228,21 @@ def _nothing_written(skipped: Sequence[_Skipped], measured: bool, command: str) 
     raise SynthError(f"nothing to write: {reasons}; {hint}")
 
 
-def _by_reason(skipped: Sequence[_Skipped]) -> dict[str, list[_Skipped]]:
-    groups: dict[str, list[_Skipped]] = {}
-    for one in skipped:
-        groups.setdefault(one.reason, []).append(one)
-    return groups
+def _reasons(skipped: Sequence[_Skipped]) -> dict[str, int]:
+    """Return who is skipped and why, each reason once, with the deployments: "A (bf16, fp8), B: because"."""
+    told = {}
+    for reason, group in _grouped((s.reason, s) for s in skipped).items():
+        quants = _grouped((s.device.name, s.quants) for s in group)
+        names = [name + (f" ({', '.join(some)})" if (some := sum(qs, ())) else "") for name, qs in quants.items()]
+        told[f"{', '.join(names)}: {reason}"] = sum(s.deployments for s in group)
+    return told
 
 
-def _named(group: Sequence[_Skipped]) -> str:
-    """Return the devices of a group with their quantizations, each once: "A (bf16, fp8), B"."""
-    quants: dict[str, list[str]] = {}
-    for one in group:
-        quants.setdefault(one.device.name, []).extend(one.quants)
-    return ", ".join(f"{name} ({', '.join(qs)})" if qs else name for name, qs in quants.items())
+def _grouped(pairs: Iterable[tuple[_K, _V]]) -> dict[_K, list[_V]]:
+    found: dict[_K, list[_V]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found
 
 
 def _warn_of_analytical(emissions: Sequence[Emission], layer: Mapping[str, Any]) -> None:
@@ -307,13 +254,9 @@ def _warn_of_analytical(emissions: Sequence[Emission], layer: Mapping[str, Any])
     left_out = sum(t.abstained.get("analytical", 0) for _, t, _ in told)
     regret = sum(t.regret["analytical"] * n for _, t, n in told) / entries
     within = sum(t.within["analytical"] * n for _, t, n in told) / entries
-    quants: dict[str, list[str]] = {}
-    for name, tally, _ in told:
-        quants.setdefault(name, []).append(tally.quant)
+    quants = _grouped((name, t.quant) for name, t, _ in told)
     # Devices with the same quantizations are listed together.
-    alike: dict[str, list[str]] = {}
-    for name, some in quants.items():
-        alike.setdefault(", ".join(some), []).append(name)
+    alike = _grouped((", ".join(some), name) for name, some in quants.items())
     devices = "; ".join(f"{', '.join(names)} ({some})" for some, names in alike.items())
     command = _collect_command(layer, dict.fromkeys(t.quant for _, t, _ in told))
     click.echo(

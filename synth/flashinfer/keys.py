@@ -191,10 +191,8 @@ def extras_of(contract: Contract, values: Mapping[str, Extra]) -> tuple[tuple[ob
     if contract.extras is None:
         return ((),)
     tp, ep = (int(values[name]) if "tp_rank" in contract.extras else 1 for name in ("tp_size", "ep_size"))
-    return tuple(
-        (tuple({**values, "tp_rank": t, "ep_rank": e}[name] for name in contract.extras),)
-        for t, e in itertools.product(range(tp), range(ep))
-    )
+    ranks = ({**values, "tp_rank": t, "ep_rank": e} for t, e in itertools.product(range(tp), range(ep)))
+    return tuple((tuple([ranked[name] for name in contract.extras]),) for ranked in ranks)
 
 
 #: Flags of a call under which weights are packed or scaled in ways that no tactics are known for.

@@ -35,6 +35,13 @@ def least_by(group: Ints, values: Floats, groups: int) -> Floats:
     return least
 
 
+def first_of_each(group: Ints, score: Floats) -> Ints:
+    """Return the index of the least score in each group, by group; every group has one."""
+    order = np.lexsort((score, group))
+    first = np.concatenate([[True], group[order][1:] != group[order][:-1]])
+    return np.asarray(order[first])
+
+
 @dataclass(frozen=True)
 class RowDistribution:
     """How many rows one expert gets: the possible numbers and their probabilities.

@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import least_squares
 
 from synth.catalog.schemes import STAGES
 from synth.catalog.shapes import MoEShape
@@ -185,6 +184,9 @@ class LayerModel:
         pull : float
             How hard they are held there.
         """
+        # Not with the module: only fitting takes its time.
+        from scipy.optimize import least_squares
+
         layers = [_Layers(t, table, hardware) for t in times]
         begin = np.concatenate([start.constants, _RESIDENT, *([_OVERHEAD] * len(times))])
         a, b, c = len(start.constants), len(_RESIDENT), len(_OVERHEAD)

@@ -1,7 +1,9 @@
 """The performance model: the analytic model, and a forest that corrects it.
 
-The analytic model carries what extrapolates (bytes, waves, main loop steps); a forest of extremely randomised trees
-on dimensionless features learns what it misses, as the logarithm of measured over analytic time.
+The analytic model (:mod:`synth.performance.roofline`) carries what extrapolates (bytes, waves, main loop steps); a
+forest of extremely randomised trees on dimensionless features (:mod:`synth.performance.features`) learns what it
+misses, as the logarithm of measured over analytic time. :mod:`synth.performance.training` fits both, and
+:mod:`synth.performance.model_file` keeps them as a file.
 
 Since the features have no units, what a forest learned on one device says something of another. A device without
 timings, or with few, borrows the *structure* of a fitted one: its forests, over constants of its own.
@@ -11,11 +13,9 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import io
 import json
 import math
-import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,116 +23,73 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from synth.catalog import untrusted
-from synth.catalog.devices import Device, get_device
-from synth.catalog.files import write_atomically
-from synth.catalog.schemes import STAGES
+from synth.catalog.devices import get_device
 from synth.catalog.shapes import MoEShape
 from synth.errors import SynthError
-from synth.flashinfer.legality import runnable_ids, smem_block_bytes
 from synth.flashinfer.tactics import Tactic, TacticTable, load_table
-from synth.performance.forest import LEAF, Forest
-from synth.performance.geometry import EXTENTS, Floats, Ints, Sites, least_by, sites
+from synth.performance import model_file
+from synth.performance.cells import SWEPT, Cells, Prediction, swept_buckets
+from synth.performance.features import FEATURES, expected, features
+from synth.performance.forest import Forest
+from synth.performance.geometry import Floats, Ints, Sites, least_by
 from synth.performance.roofline import DEFAULTS, Hardware, Roofline, TacticColumns, Work, tactic_columns, work
-from synth.performance.routing import UNIFORM, Routing
 from synth.timings.origin import Origin
-from synth.timings.table import Timings, digest
+from synth.timings.table import Timings
+
+__all__ = (
+    "FEATURES",
+    "FORMAT",
+    "SWEPT",
+    "Analysis",
+    "Cells",
+    "PerformanceModel",
+    "Prediction",
+    "predictor",
+    "swept_buckets",
+)
 
 #: Version of the model file and of the features; a file of another one has to be fitted again.
 FORMAT = 3
-#: Largest model file that is read, in bytes: the shipped ones have 2.3 MB and are kept below 8 MiB.
-_MAX_PACKED = 32 << 20
-#: … and unpacked. A node of a tree takes 4 bytes there, and 100 as scikit-learn has it.
-_MAX_UNPACKED = 64 << 20
-#: Largest description in a model file, in bytes: those of the shipped ones have 11 kB.
-_MAX_DESCRIPTION = 4 << 20
-#: Most trees of a forest and levels of a tree; the shipped models have 64 and 43.
-_MAX_TREES, _MAX_LEVELS = 1024, 500
-#: Largest leaf: the logarithm of a ratio of times, which is 3 at most in the shipped models.
-_MAX_LEAF = 20.0
-#: The arrays of a model file.
-_FORESTS = ("choice_", "time_", "residual_")
-_ARRAYS = tuple(f"{forest}{array}.npy" for forest in _FORESTS for array in ("sizes", "feature", "threshold", "value"))
-#: A file's modification time inside the archive, so that equal models are equal bytes.
-_EPOCH = (1980, 1, 1, 0, 0, 0)
-#: Relative times are clipped at this logarithm, and slower timings don't shape the analytic constants.
-_REACH = 0.5
 #: Tactics predicted within this logarithm of the best are told apart by the choice forest alone.
 _CLOSE = 0.3
-#: A bucket was swept when this share of its tactics was timed.
-SWEPT = 0.95
-#: Fewer swept buckets than this don't make a choice forest.
-_LEAST_SWEPT = 24
-#: … and neither do fewer shapes than this, where there is a structure to borrow: it knows more of other shapes.
-_LEAST_SHAPES = 8
-#: The residual forest of a device of which only a sample was timed: its trees reproduce every timing.
-_SPARSE_TREES = 60
-_SPARSE_FEATURES = 0.9
+#: Standard deviation of the analytic model's logarithm where nothing was timed: its error on the H200, widened.
+_ANALYTIC_SD = 0.25
+#: Deviation of the logarithm of close tactics' relative times where a structure is borrowed: what of it doesn't hold.
+_BORROWED_SD = 0.03
+#: Least standard deviation of a fitted prediction's logarithm before calibration: repeats differ by as much.
+_LEAST_SD = 0.004
 _PARAMETERS = ("choice_trees", "time_trees", "leaf", "features", "near", "far", "seed")
 
 
 @dataclass(frozen=True)
-class Cells:
-    """Cells to predict.
+class Analysis:
+    """What the analytic model says of cells, good enough to rule tactics out.
 
     Attributes
     ----------
-    shapes : sequence of MoEShape
-    shape : ndarray of int64, shape (cells,)
-        Index into `shapes`.
-    stage, tokens, tactic : ndarray of int64, shape (cells,)
-        Stage 1 or 2, tokens in the batch, tactic id.
-    routing : Routing
-        How tokens spread over the experts, for all cells; that of every timing unless given.
-    """
-
-    shapes: Sequence[MoEShape]
-    shape: Ints
-    stage: Ints
-    tokens: Ints
-    tactic: Ints
-    routing: Routing = UNIFORM
-
-    def __len__(self) -> int:
-        return len(self.shape)
-
-    @classmethod
-    def of(cls, timings: Timings) -> Cells:
-        """Return the cells of a table of timings, row by row."""
-        columns = (timings.shape, timings.stage, timings.tokens, timings.tactic)
-        shape, stage, tokens, tactic = (c.astype(np.int64) for c in columns)
-        return cls(timings.shapes, shape, stage, tokens, tactic)
-
-    def select(self, rows: NDArray[Any]) -> Cells:
-        """Return some of the cells."""
-        part = (self.shape[rows], self.stage[rows], self.tokens[rows], self.tactic[rows])
-        return Cells(self.shapes, *part, self.routing)
-
-    def sites(self) -> tuple[Sites, Ints]:
-        """Return the geometry of each distinct (shape, stage, tokens), and each cell's row in it."""
-        key = (self.shape * 2 + (self.stage - 1)) * (int(self.tokens.max(initial=0)) + 1) + self.tokens
-        _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
-        found = sites(self.shapes, self.shape[first], self.stage[first], self.tokens[first], self.routing)
-        return found, inverse.astype(np.int64)
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """How long cells take.
-
-    Attributes
-    ----------
+    cells : Cells
+    sites : Sites
+        Geometry of each distinct (shape, stage, tokens), sorted.
+    row : ndarray of int64, shape (cells,)
+        Each cell's row in `sites`.
+    work : Work
     ms : ndarray of float64, shape (cells,)
-        Predicted time. Within a site the order of close tactics is the choice forest's.
-    log_sd : ndarray of float64, shape (cells,)
-        Standard deviation of the logarithm of `ms`.
-    choice_sd : ndarray of float64, shape (cells,)
-        How far the trees disagree on the logarithm of a cell's time beside the others of its bucket; not calibrated.
+        Analytic time.
     """
 
+    cells: Cells
+    sites: Sites
+    row: Ints
+    work: Work
     ms: Floats
-    log_sd: Floats
-    choice_sd: Floats
+
+    def select(self, rows: NDArray[Any]) -> Analysis:
+        """Return what is said of some of the cells."""
+        return Analysis(self.cells.select(rows), self.sites, self.row[rows], self.work.select(rows), self.ms[rows])
+
+    def relative(self) -> Floats:
+        """Return each cell's time over the best of its site's cells."""
+        return np.asarray(self.ms / least_by(self.row, self.ms, len(self.sites))[self.row])
 
 
 class PerformanceModel:
@@ -140,11 +97,8 @@ class PerformanceModel:
 
     Two forests correct the analytic model. The *choice* forest predicts log(ms / best ms of the bucket), less half of
     what the analytic model says of it: what tells close tactics apart. The *time* forest predicts
-    log(ms / analytic ms): absolute times, for margins and durations.
-
-    The best of a bucket is only known where it was swept, so that the choice forest is fitted on swept buckets. Where
-    there are hardly any, a *residual* forest takes the place of both: it is fitted on all timings and reproduces them.
-    It corrects what is believed without timings: the analytic model, or one with the structure of another device.
+    log(ms / analytic ms): absolute times, for margins and durations. Of a device with hardly any swept buckets, a
+    *residual* forest takes the place of both, or corrects those of another device.
 
     Parameters
     ----------
@@ -222,6 +176,21 @@ class PerformanceModel:
     spread_: float
     held_out_: dict[str, Any]
     calibration_: dict[str, float]
+    #: The tactics that this model predicts, and the same as arrays.
+    table: TacticTable
+    columns: TacticColumns
+    hardware: Hardware
+
+    def bind(self, origin: Origin, table: TacticTable) -> None:
+        """Forget everything, and be the analytic model of an origin with its default constants."""
+        self.origin_, self.table = origin, table
+        self.hardware = Hardware.of(get_device(origin.device), origin.quant)
+        self.columns = tactic_columns(table, self.hardware)
+        self.roofline_ = Roofline()
+        self.shapes_, self.digest_, self.borrowed_ = (), "", ""
+        self.choice_ = self.time_ = self.residual_ = None
+        self.spread_ = 1.0
+        self.held_out_, self.calibration_ = {}, {}
 
     def fit(self, timings: Timings) -> PerformanceModel:
         """Fit all rows of `timings`, repeats averaged first.
@@ -231,42 +200,10 @@ class PerformanceModel:
         SynthError
             When there are no timings or the device is unknown.
         """
-        table = timings.averaged()
-        if not len(table):
-            raise SynthError(f"no timings to fit for {timings.origin.device} {timings.origin.quant}")
-        self._bind(timings.origin, timings.table)
-        fitted = np.unique(table.shape).tolist()
-        self.shapes_ = tuple((timings.labels[i], str(timings.shapes[i])) for i in fitted)
-        self.digest_ = digest(timings)
-        keys, bucket = table.buckets()
-        swept = swept_buckets(table, keys, bucket)
-        few_shapes = self.start is not None and len(np.unique(keys[swept, 0])) < _LEAST_SHAPES
-        if swept.sum() < _LEAST_SWEPT or few_shapes:
-            start = self.start or PerformanceModel.analytic(self.origin_, self._table)
-            return self._fit_sample(Cells.of(table), table.ms, start)
-        swept_row = swept[bucket]
-        lost = np.where(swept_row, np.minimum(_relative(table), _REACH), 0.0)
-        rng = np.random.default_rng(self.seed)
-        fallback = np.isin(table.tactic, [self._table.fallback_id(stage) for stage in STAGES])
-        keep = np.flatnonzero((lost < self.near) | fallback | (rng.random(len(table)) < self.far))
-        cells = Cells.of(table)
-        site, row = cells.sites()
-        w = self._work(site, row, cells)
-        reach = np.flatnonzero(lost < _REACH)
-        self.roofline_ = Roofline.fit(
-            w.select(reach), cells.tactic[reach], self._columns, self._hardware, table.ms[reach], seed=self.seed
-        )
-        analytic = self._analytic(w, cells)
-        best = least_by(row, analytic, len(site)) if swept.all() else self._least_on_grid(cells)
-        relative = analytic / best[row]
-        x = _features(
-            site, row[keep], cells.tactic[keep], w.select(keep), relative[keep], self._columns, self._hardware
-        )
-        lost, analytic, ms, known = lost[keep], analytic[keep], table.ms[keep], swept_row[keep]
-        weight = np.exp(-5.0 * lost[known])
-        target = lost[known] - _expected(relative[keep][known])
-        self.choice_ = self._grow(x[known], target, weight, self.choice_trees, self.seed)
-        self.time_ = self._grow(x, np.log(ms / analytic), None, self.time_trees, self.seed + 1)
+        # Not with the module: who only predicts doesn't wait for scikit-learn.
+        from synth.performance import training
+
+        training.fit(self, timings)
         return self
 
     @classmethod
@@ -280,70 +217,12 @@ class PerformanceModel:
         cells, ms
             What was timed, each cell once, and its times in ms.
         """
+        from synth.performance import training
+
         model = cls(seed=seed)
-        model._bind(start.origin_, start.table)
-        return model._fit_sample(cells, ms, start)
-
-    def _fit_sample(self, cells: Cells, ms: Floats, start: PerformanceModel) -> PerformanceModel:
-        from sklearn.ensemble import ExtraTreesRegressor
-
-        site, row = cells.sites()
-        w = self._work(site, row, cells)
-        self.roofline_, self.borrowed_ = start.roofline_, start.borrowed_
-        self.choice_, self.time_ = start.choice_, start.time_
-        if self.time_ is None:
-            self.roofline_ = Roofline.fit(
-                w, cells.tactic, self._columns, self._hardware, ms, seed=self.seed, start=start.roofline_
-            )
-        analytic = self._analytic(w, cells)
-        relative = analytic / self._least_on_grid(cells)[row]
-        x = _features(site, row, cells.tactic, w, relative, self._columns, self._hardware)
-        forest = ExtraTreesRegressor(
-            _SPARSE_TREES, max_features=_SPARSE_FEATURES, n_jobs=self.jobs, random_state=self.seed
-        )
-        before = analytic if self.time_ is None else self._structural_ms(cells)
-        self.residual_ = Forest.of(forest.fit(x, np.log(ms / before)).estimators_)
-        return self
-
-    def _structural_ms(self, cells: Cells) -> Floats:
-        """Return what the structure says of cells, asked beside all the other tactics of their sites."""
-        _, row = cells.sites()
-        found = np.empty(len(cells))
-        for stage, at, full in self._grids(cells):
-            ids = np.array(self._table.ids(stage), dtype=np.int64)
-            ms = self._before_timings(*self._inputs(full)).ms.reshape(len(at), len(ids))
-            position = np.full(int(row.max()) + 1, -1)
-            position[row[at]] = np.arange(len(at))
-            mine = np.flatnonzero(cells.stage == stage)
-            found[mine] = ms[position[row[mine]], np.searchsorted(ids, cells.tactic[mine])]
-        return found
-
-    def _least_on_grid(self, cells: Cells) -> Floats:
-        """Return the least analytic time of all tactics at each of the cells' sites, shape (sites,)."""
-        _, row = cells.sites()
-        least = np.full(int(row.max(initial=-1)) + 1, np.inf)
-        for _, at, full in self._grids(cells):
-            least[row[at]] = self.predict_analytic(full).reshape(len(at), -1).min(axis=1)
-        return least
-
-    def _grids(self, cells: Cells) -> Iterator[tuple[int, Ints, Cells]]:
-        """Yield each stage, one of the cells of each of its sites, and all tactics at those sites."""
-        _, row = cells.sites()
-        _, first = np.unique(row, return_index=True)
-        for stage in STAGES:
-            ids = np.array(self._table.ids(stage), dtype=np.int64)
-            at = first[cells.stage[first] == stage]
-            if len(at):
-                shape, stages, tokens = (np.repeat(c[at], len(ids)) for c in (cells.shape, cells.stage, cells.tokens))
-                yield stage, at, Cells(cells.shapes, shape, stages, tokens, np.tile(ids, len(at)), cells.routing)
-
-    def _grow(self, x: NDArray[np.float32], y: Floats, weight: Floats | None, trees: int, seed: int) -> Forest:
-        from sklearn.ensemble import ExtraTreesRegressor
-
-        forest = ExtraTreesRegressor(
-            trees, min_samples_leaf=self.leaf, max_features=self.features, n_jobs=self.jobs, random_state=seed
-        )
-        return Forest.of(forest.fit(x, y, sample_weight=weight).estimators_)
+        model.bind(start.origin_, start.table)
+        training.fit_sample(model, cells, ms, start)
+        return model
 
     @classmethod
     def analytic(
@@ -364,7 +243,7 @@ class PerformanceModel:
             does.
         """
         model = cls()
-        model._bind(origin, table)
+        model.bind(origin, table)
         model.roofline_ = roofline or Roofline()
         if structure is not None:
             model.choice_, model.time_, model.spread_ = structure.choice_, structure.time_, structure.spread_
@@ -376,15 +255,24 @@ class PerformanceModel:
         """Whether no timing of its device went into the model."""
         return not self.digest_ and self.residual_ is None
 
-    @property
-    def table(self) -> TacticTable:
-        """The tactics that this model predicts."""
-        return self._table
+    def knows(self, shape: MoEShape) -> bool:
+        """Return whether timings of `shape` were fitted."""
+        return str(shape) in {text for _, text in self.shapes_}
 
-    @property
-    def columns(self) -> TacticColumns:
-        """The same tactics as arrays."""
-        return self._columns
+    def analyse(self, cells: Cells) -> Analysis:
+        """Return what the analytic model says of cells: ten times faster than :meth:`predict`."""
+        site, row = cells.sites()
+        w = work(site, row, cells.tactic, self.columns, self.hardware)
+        ms = self.roofline_.predict(w, cells.tactic, self.columns, self.hardware)
+        return Analysis(cells, site, row, w, ms)
+
+    def analytic_ms(self, at: Analysis) -> Floats:
+        """Return the times of cells that were analysed, by the constants as they are now."""
+        return self.roofline_.predict(at.work, at.cells.tactic, self.columns, self.hardware)
+
+    def predict_analytic(self, cells: Cells) -> Floats:
+        """Return the analytic part alone, in ms."""
+        return self.analyse(cells).ms
 
     def predict(self, cells: Cells) -> Prediction:
         """Predict cells.
@@ -397,26 +285,36 @@ class PerformanceModel:
         """
         if not len(cells):
             return Prediction(np.zeros(0), np.zeros(0), np.zeros(0))
-        if self.time_ is None and self.residual_ is None:
-            return _uncorrected(self.predict_analytic(cells))
-        inputs = self._inputs(cells)
-        before = self._before_timings(*inputs)
+        return self.correct(self.analyse(cells))
+
+    def correct(self, at: Analysis) -> Prediction:
+        """Predict cells that were analysed; see :meth:`predict`."""
         if self.residual_ is None:
-            return before
-        correction, sd = self.residual_.predict(inputs[-1])
+            return self.before_timings(at)
+        x = self._inputs(at)
+        before = self.before_timings(at, x)
+        correction, sd = self.residual_.predict(x)
         return Prediction(before.ms * np.exp(correction), self.spread_ * np.hypot(sd, _LEAST_SD), sd)
 
-    def _before_timings(self, row: Ints, analytic: Floats, relative: Floats, x: NDArray[np.float32]) -> Prediction:
-        """Predict cells of which these are the inputs, without what a sample of timings says."""
+    def before_timings(self, at: Analysis, x: NDArray[np.float32] | None = None) -> Prediction:
+        """Predict cells without what a sample of timings says of them.
+
+        Parameters
+        ----------
+        x : ndarray of float32, shape (cells, features), optional
+            The forests' input, where it is known already.
+        """
         if self.time_ is None or self.choice_ is None:
-            return _uncorrected(analytic)
+            sd = np.full(len(at.ms), _ANALYTIC_SD)
+            return Prediction(at.ms, sd, sd / 2.0)
+        x = self._inputs(at) if x is None else x
         log_ms, sd = self.time_.predict(x)
-        log_ms += np.log(analytic)
+        log_ms += np.log(at.ms)
         log_sd = self.spread_ * np.hypot(sd, _LEAST_SD)
         correction, choice_sd = self.choice_.predict(x)
-        relative = _expected(relative) + correction
+        relative = expected(at.relative()) + correction
         # Anchor: the chosen tactic has its absolute time; close ones follow the choice forest, far ones their own.
-        count = int(row.max()) + 1
+        row, count = at.row, len(at.sites)
         least = least_by(row, relative, count)
         anchor = least_by(row, np.where(relative == least[row], log_ms, np.inf), count)
         behind = relative - least[row]
@@ -428,39 +326,20 @@ class PerformanceModel:
     def draws(self, cells: Cells) -> Floats:
         """Return what each tree of the residual forest says of log ms, shape (trees, cells); as :meth:`predict`."""
         assert self.residual_ is not None
-        inputs = self._inputs(cells)
-        return self.residual_.each(inputs[-1]) + np.log(self._before_timings(*inputs).ms)
+        at = self.analyse(cells)
+        x = self._inputs(at)
+        return self.residual_.each(x) + np.log(self.before_timings(at, x).ms)
 
-    def _inputs(self, cells: Cells) -> tuple[Ints, Floats, Floats, NDArray[np.float32]]:
-        """Return each cell's site, its analytic time, that over the best of its site's cells, and the features."""
-        site, row = cells.sites()
-        w = self._work(site, row, cells)
-        analytic = self._analytic(w, cells)
-        relative = analytic / least_by(row, analytic, len(site))[row]
-        return row, analytic, relative, _features(site, row, cells.tactic, w, relative, self._columns, self._hardware)
-
-    def knows(self, shape: MoEShape) -> bool:
-        """Return whether timings of `shape` were fitted."""
-        return str(shape) in {text for _, text in self.shapes_}
-
-    def predict_analytic(self, cells: Cells) -> Floats:
-        """Return the analytic part alone, in ms: ten times faster, good enough to rule tactics out."""
-        site, row = cells.sites()
-        return self._analytic(self._work(site, row, cells), cells)
-
-    def _work(self, site: Sites, row: Ints, cells: Cells) -> Work:
-        return work(site, row, cells.tactic, self._columns, self._hardware)
-
-    def _analytic(self, w: Work, cells: Cells) -> Floats:
-        return self.roofline_.predict(w, cells.tactic, self._columns, self._hardware)
+    def _inputs(self, at: Analysis) -> NDArray[np.float32]:
+        return features(at.sites, at.row, at.cells.tactic, at.work, at.relative(), self.columns, self.hardware)
 
     def save(self, path: Path) -> None:
         """Write the model to `path`: a zip of plain arrays and a JSON text, the same bytes for the same model."""
-        meta = {
+        description = {
             "format": FORMAT,
             "origin": dataclasses.asdict(self.origin_),
-            "table": {str(i): str(self._table.tactic(i)) for i in range(len(self._table))},
-            "gemm1": len(self._table.gemm1),
+            "table": {str(i): str(self.table.tactic(i)) for i in range(len(self.table))},
+            "gemm1": len(self.table.gemm1),
             "shapes": [list(s) for s in self.shapes_],
             "digest": self.digest_,
             "roofline": dict(zip(DEFAULTS, self.roofline_.constants, strict=True)),
@@ -471,14 +350,7 @@ class PerformanceModel:
             "features": list(FEATURES),
             "parameters": {name: getattr(self, name) for name in _PARAMETERS},
         }
-        out = io.BytesIO()
-        with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
-            _add(archive, "model.json", json.dumps(meta, indent=1, sort_keys=True).encode())
-            for name, array in self._arrays().items():
-                buffer = io.BytesIO()
-                np.lib.format.write_array(buffer, array, allow_pickle=False)
-                _add(archive, f"{name}.npy", buffer.getvalue())
-        write_atomically(path, out.getvalue())
+        model_file.write(path, description, self._arrays())
 
     @classmethod
     def load(
@@ -498,46 +370,14 @@ class PerformanceModel:
         """
         way_out = "fit it again with `synth fit`"
         try:
-            files = _unpack(path)
-            meta = untrusted.loads(files["model.json"])
-            if meta["format"] != FORMAT or tuple(meta["features"]) != FEATURES:
+            described, arrays = model_file.read(path)
+            if described["format"] != FORMAT or tuple(described["features"]) != FEATURES:
                 raise SynthError(f"{path}: a model of another version of synth; {way_out}")
-            arrays = {name.removesuffix(".npy"): _array(data) for name, data in files.items() if name.endswith(".npy")}
-            origin = Origin(**meta["origin"])
+            origin = Origin(**described["origin"])
             for field, asked in (("device", device), ("quant", quant), ("flashinfer", flashinfer)):
                 if asked not in (None, getattr(origin, field)):
                     raise SynthError(f"a model of {field} {getattr(origin, field)}, not {asked}")
-            tactics = [Tactic.parse(meta["table"][str(i)]) for i in range(len(meta["table"]))]
-            split = int(meta["gemm1"])
-            if not 0 < split < len(tactics):
-                raise SynthError("its tactics are not those of two stages")
-            known = _known_table(origin)
-            model = cls(**_parameters(meta["parameters"]))
-            table = TacticTable(
-                origin.flashinfer, origin.arch, origin.quant, tuple(tactics[:split]), tuple(tactics[split:])
-            )
-            if known not in (None, table) or any(0 in (*t.tile, *t.cluster) for t in tactics):
-                raise SynthError("its tactics are not those of its FlashInfer version")
-            model._bind(origin, table)
-            model.shapes_ = tuple((_name(label), str(MoEShape.parse(shape))) for label, shape in meta["shapes"])
-            model.digest_ = _name(meta["digest"])
-            model.roofline_ = Roofline(tuple(float(meta["roofline"][name]) for name in DEFAULTS))
-            if not all(-20.0 <= x <= 6.0 for x in model.roofline_.constants):
-                raise SynthError("its constants are out of range")
-            model.choice_, model.time_, model.residual_ = (
-                _forest({k.removeprefix(prefix): v for k, v in arrays.items() if k.startswith(prefix)})
-                for prefix in _FORESTS
-            )
-            if (model.choice_ is None) != (model.time_ is None):
-                raise SynthError("it has one of two forests that go together")
-            model.borrowed_ = _name(meta["borrowed"])
-            model.spread_ = float(meta["spread"])
-            if not 0.0 < model.spread_ < math.inf:
-                raise SynthError("its spread is no positive number")
-            model.held_out_ = dict(meta["held_out"])
-            model.calibration_ = {str(k): float(v) for k, v in meta["calibration"].items()}
-            if not all(map(math.isfinite, model.calibration_.values())):
-                raise SynthError("its calibration is not made of numbers")
+            return cls._described(origin, described, arrays)
         except FileNotFoundError:
             raise SynthError(f"{path}: no such model; {way_out}") from None
         except SynthError as e:
@@ -545,6 +385,36 @@ class PerformanceModel:
             raise SynthError(text if way_out in text else f"{text}; {way_out}") from None
         except Exception as e:  # zipfile, zlib, json and numpy raise a dozen kinds for damaged input
             raise SynthError(f"{path}: not a model of synth ({type(e).__name__}); {way_out}") from None
+
+    @classmethod
+    def _described(
+        cls, origin: Origin, described: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]
+    ) -> PerformanceModel:
+        """Return the model of a file's content, of which everything is checked."""
+        parameters = described["parameters"]
+        if parameters.keys() - set(_PARAMETERS) or not all(type(v) in (int, float) for v in parameters.values()):
+            raise SynthError("its parameters are not those of a model")
+        model = cls(**parameters)
+        model.bind(origin, _table_of(origin, described))
+        model.shapes_ = tuple(
+            (model_file.name_of(label), str(MoEShape.parse(shape))) for label, shape in described["shapes"]
+        )
+        model.digest_ = model_file.name_of(described["digest"])
+        model.roofline_ = Roofline(tuple(float(described["roofline"][name]) for name in DEFAULTS))
+        if not all(-20.0 <= x <= 6.0 for x in model.roofline_.constants):
+            raise SynthError("its constants are out of range")
+        forests = (model_file.forest_of(arrays, prefix) for prefix in model_file.FORESTS)
+        model.choice_, model.time_, model.residual_ = forests
+        if (model.choice_ is None) != (model.time_ is None):
+            raise SynthError("it has one of two forests that go together")
+        model.borrowed_ = model_file.name_of(described["borrowed"])
+        model.spread_ = float(described["spread"])
+        if not 0.0 < model.spread_ < math.inf:
+            raise SynthError("its spread is no positive number")
+        model.held_out_ = dict(described["held_out"])
+        model.calibration_ = {str(k): float(v) for k, v in described["calibration"].items()}
+        if not all(map(math.isfinite, model.calibration_.values())):
+            raise SynthError("its calibration is not made of numbers")
         return model
 
     def fingerprint(self) -> str:
@@ -556,25 +426,24 @@ class PerformanceModel:
         return h.hexdigest()
 
     def _arrays(self) -> dict[str, NDArray[Any]]:
-        forests = {"choice_": self.choice_, "time_": self.time_, "residual_": self.residual_}
-        return {p + k: v for p, forest in forests.items() if forest for k, v in forest.arrays().items()}
-
-    def _bind(self, origin: Origin, table: TacticTable) -> None:
-        self.origin_ = origin
-        self._table = table
-        device: Device = get_device(origin.device)
-        self._hardware = Hardware.of(device, origin.quant)
-        self._columns: TacticColumns = tactic_columns(table, self._hardware)
-        self.shapes_, self.digest_, self.borrowed_ = (), "", ""
-        self.choice_ = self.time_ = self.residual_ = None
-        self.spread_ = 1.0
-        self.held_out_, self.calibration_ = {}, {}
+        forests = zip(model_file.FORESTS, (self.choice_, self.time_, self.residual_), strict=True)
+        return {prefix + k: v for prefix, forest in forests if forest for k, v in forest.arrays().items()}
 
 
-def _uncorrected(analytic: Floats) -> Prediction:
-    """Return the analytic times in ms as a prediction."""
-    sd = np.full(len(analytic), _ANALYTIC_SD)
-    return Prediction(analytic, sd, sd / 2.0)
+def _table_of(origin: Origin, described: Mapping[str, Any]) -> TacticTable:
+    """Return the tactics that a model's file names: those of its FlashInfer version, where that is known."""
+    tactics = tuple(Tactic.parse(described["table"][str(i)]) for i in range(len(described["table"])))
+    split = int(described["gemm1"])
+    if not 0 < split < len(tactics):
+        raise SynthError("its tactics are not those of two stages")
+    table = TacticTable(origin.flashinfer, origin.arch, origin.quant, tactics[:split], tactics[split:])
+    try:
+        same = load_table(origin.arch, origin.quant, origin.flashinfer) == table
+    except SynthError:
+        same = True
+    if not same or any(0 in (*t.tile, *t.cluster) for t in tactics):
+        raise SynthError("its tactics are not those of its FlashInfer version")
+    return table
 
 
 def predictor(models: Mapping[str, PerformanceModel]) -> Callable[[MoEShape, str, int, int, Sequence[int]], Any]:
@@ -594,217 +463,3 @@ def predictor(models: Mapping[str, PerformanceModel]) -> Callable[[MoEShape, str
         return models[quant].predict(cells).ms.tolist()
 
     return predict
-
-
-#: Standard deviation of the analytic model's logarithm where nothing was timed: its error on the H200, widened.
-_ANALYTIC_SD = 0.25
-#: Deviation of the logarithm of close tactics' relative times where a structure is borrowed: what of it doesn't hold.
-_BORROWED_SD = 0.03
-#: Least standard deviation of a fitted prediction's logarithm before calibration: repeats differ by as much.
-_LEAST_SD = 0.004
-
-#: The forest's inputs, in order; all but the tactic's own are ratios or logarithms.
-FEATURES = (
-    "tokens", "rows", "k_steps", "tiles_n", "active", "waves", "dram_time", "flops_time", "tiles_m_per_expert",
-    "activation_size", "n", "k", "experts", "rows_per_expert", "waves_ceil", "waves_ceil_ratio", "panels", "sweeps",
-    "swept_size", "expert_size", "inner_size", "flops_over_dram", "output_share", "activation_share", "finalize_share",
-    "n_padding", "m_padding", "fill", "large",
-    *(f"tiles_{e}" for e in EXTENTS[:-1]), *(f"fill_{e}" for e in EXTENTS[:-1]),
-    "m_tile", "n_tile", "cluster_m", "cluster_n", "sm80", "finalize", "swap", "stages", "top_k", "gated", "stage",
-    "analytic_relative",
-)  # fmt: skip
-
-
-def _features(
-    s: Sites, site: Ints, tactic: Ints, w: Work, relative: Floats, columns: TacticColumns, hardware: Hardware
-) -> NDArray[np.float32]:
-    """Return the forests' input, shape (cells, len(FEATURES)).
-
-    `relative` is a cell's analytic time over the best of its bucket. What depends on the site alone is computed once
-    a site.
-    """
-    log = np.log
-    l2 = hardware.l2_bytes
-    rows_per_expert = s.rows / s.active
-    per_site = {
-        "tokens": log(s.tokens),
-        "rows": log(s.rows),
-        "active": log(s.active),
-        "activation_size": log(s.rows * s.k * hardware.activation_bytes / l2),
-        "n": log(s.n),
-        "k": log(s.k),
-        "experts": log(s.experts),
-        "rows_per_expert": log(rows_per_expert),
-        "expert_size": log(s.n * s.k * hardware.weight_bytes / l2),
-        "large": s.large,
-        "top_k": s.top_k,
-        "gated": s.gated,
-        "stage": s.stage,
-        **{f"tiles_{e}": s.tiles[:, i] / s.active for i, e in enumerate(EXTENTS[:-1])},
-        **{f"fill_{e}": s.rows / (s.tiles[:, i] * e) for i, e in enumerate(EXTENTS[:-1])},
-    }
-    per_tactic = {
-        "m_tile": columns.m,
-        "n_tile": columns.n,
-        "cluster_m": columns.cluster_m,
-        "cluster_n": columns.cluster_n,
-        "sm80": columns.sm80,
-        "finalize": columns.finalize,
-        "swap": columns.swap,
-        "stages": columns.stages,
-    }
-    dram = w.dram_bytes
-    per_cell = {
-        "k_steps": log(w.k_steps),
-        "tiles_n": log(w.tiles_n),
-        "waves": log(w.waves),
-        "dram_time": log(dram / hardware.dram),
-        "flops_time": log(w.padded_flops / hardware.flops),
-        "tiles_m_per_expert": log(w.tiles_m / s.active[site]),
-        "waves_ceil": log(w.waves_ceil),
-        "waves_ceil_ratio": np.clip(log(w.waves_ceil / np.maximum(w.waves, 1e-3)), -1.0, 8.0),
-        "panels": np.log1p(w.panel_bytes / dram),
-        "sweeps": np.log1p(w.sweep_bytes / (1.0 + (l2 / w.inner_bytes) ** 4) / dram),
-        "swept_size": np.log1p(w.sweep_bytes / dram),
-        "inner_size": log(w.inner_bytes / l2),
-        "flops_over_dram": log(w.padded_flops / hardware.flops / (dram / hardware.dram)),
-        "output_share": w.output_bytes / dram,
-        "activation_share": w.activation_bytes / dram,
-        "finalize_share": np.log1p(w.finalize_bytes / dram),
-        "n_padding": w.tiles_n * columns.n[tactic] / s.n[site],
-        "m_padding": w.tiles_m * columns.m[tactic] / s.rows[site],
-        "fill": log(w.flops / w.padded_flops),
-        "analytic_relative": np.minimum(log(relative), 1.5),
-    }
-    x = np.empty((len(site), len(FEATURES)), dtype=np.float32)
-    for i, name in enumerate(FEATURES):
-        if name in per_cell:
-            x[:, i] = per_cell[name]
-        elif name in per_site:
-            x[:, i] = per_site[name].astype(np.float32)[site]
-        else:
-            x[:, i] = per_tactic[name].astype(np.float32)[tactic]
-    return x
-
-
-def swept_buckets(timings: Timings, keys: Ints, bucket: Ints) -> NDArray[np.bool_]:
-    """Return which of the buckets of :meth:`synth.timings.table.Timings.buckets` were swept, shape (buckets,).
-
-    A bucket is swept where nearly all tactics that can run on its shape were timed.
-    """
-    table = timings.table
-    smem = smem_block_bytes(timings.origin.device, table.arch)
-    kinds = {(i, stage) for i, stage, _ in keys.tolist()}
-    runnable = {(i, stage): len(runnable_ids(table, stage, timings.shapes[i], smem)) for i, stage in kinds}
-    tactics = np.array([runnable[i, stage] for i, stage, _ in keys.tolist()])
-    return np.asarray(np.bincount(bucket, minlength=len(keys)) >= SWEPT * tactics)
-
-
-def _relative(table: Timings) -> Floats:
-    """Return log(ms / best ms of the bucket) of every row."""
-    keys, bucket = table.buckets()
-    return np.log(table.ms / least_by(bucket, table.ms, len(keys))[bucket])
-
-
-def _expected(relative: Floats) -> Floats:
-    """Return what the choice forest corrects: half of the clipped logarithm of the analytic relative time.
-
-    All of it would pass on the analytic model's errors, none of it would leave what it knows of shapes far from any
-    fitted one to the forest, which can't extrapolate.
-    """
-    return np.asarray(0.5 * np.minimum(np.log(relative), _REACH))
-
-
-def _known_table(origin: Origin) -> TacticTable | None:
-    """Return the table of the origin's FlashInfer version, None where there is none."""
-    try:
-        return load_table(origin.arch, origin.quant, origin.flashinfer)
-    except SynthError:
-        return None
-
-
-def _unpack(path: Path) -> dict[str, bytes]:
-    """Return a model archive's files: those of a model only, each once, never more bytes than declared.
-
-    They are read into memory and nothing is written, so that a name such as ``../x`` would lead nowhere; it is refused
-    all the same.
-    """
-    try:
-        data = untrusted.read_bytes(path, _MAX_PACKED, "model")
-    except SynthError:
-        if not path.exists():
-            raise FileNotFoundError from None
-        raise
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        infos = archive.infolist()
-        names = {i.filename for i in infos}
-        if sum(i.file_size for i in infos) > _MAX_UNPACKED or len(names) != len(infos):
-            raise SynthError("larger than any model")
-        if strange := sorted(names - {"model.json", *_ARRAYS}):
-            raise SynthError(f"it holds {untrusted.shown(strange[0])}, which no model has")
-        files = {}
-        for info in infos:
-            # Other methods have windows of gigabytes.
-            if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-                raise SynthError("it is packed in another way than models are")
-            # A plain read() would unpack everything first and cut it to the declared size afterwards.
-            with archive.open(info) as f:
-                files[info.filename] = f.read(info.file_size + 1)
-    if len(files.get("model.json", b"")) > _MAX_DESCRIPTION:
-        raise SynthError("its description is larger than any model's")
-    return files
-
-
-def _name(value: object) -> str:
-    """Return a text that may be printed."""
-    if not isinstance(value, str) or len(value) > 200 or not value.isprintable():
-        raise SynthError(f"{untrusted.shown(value)} is no name")
-    return value
-
-
-def _parameters(values: Mapping[str, Any]) -> dict[str, Any]:
-    if values.keys() - set(_PARAMETERS) or not all(type(v) in (int, float) for v in values.values()):
-        raise SynthError("its parameters are not those of a model")
-    return dict(values)
-
-
-def _forest(arrays: Mapping[str, NDArray[Any]]) -> Forest | None:
-    """Return the forest of some arrays, None of none; what would take long to walk through or overflow is refused."""
-    if not arrays:
-        return None
-    sizes, feature, value = (arrays.get(name, np.zeros(0)) for name in ("sizes", "feature", "value"))
-    if len(sizes) > _MAX_TREES:
-        raise SynthError(f"its forest has more than {_MAX_TREES} trees")
-    if len(value) and not np.abs(value.astype(np.float64)).max() <= _MAX_LEAF:
-        raise SynthError(f"its forest predicts logarithms beyond {_MAX_LEAF:g}")
-    forest = Forest.from_arrays(arrays, len(FEATURES))
-    inner = np.concatenate([[0], np.cumsum(feature != LEAF)])
-    start = 0
-    for size in sizes.tolist():
-        # Nodes lie level by level: those of the next one are the children of this one's.
-        levels, first, last = 0, start, start + 1
-        while first < last:
-            first, last, levels = last, last + 2 * int(inner[last] - inner[first]), levels + 1
-            if levels > _MAX_LEVELS:
-                raise SynthError(f"its forest has a tree of more than {_MAX_LEVELS} levels")
-        start += size
-    return forest
-
-
-def _array(data: bytes) -> NDArray[Any]:
-    """Read a one-dimensional array of numbers, whose size must be that of the data."""
-    stream = io.BytesIO(data)
-    version = np.lib.format.read_magic(stream)
-    if version != (1, 0):
-        raise ValueError("another version of the array format")
-    shape, _, dtype = np.lib.format.read_array_header_1_0(stream)
-    rest = data[stream.tell() :]
-    if dtype.hasobject or len(shape) != 1 or shape[0] < 0 or shape[0] * dtype.itemsize != len(rest):
-        raise ValueError("not an array of numbers")
-    return np.frombuffer(rest, dtype=dtype)
-
-
-def _add(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
-    info = zipfile.ZipInfo(name, _EPOCH)
-    info.compress_type = zipfile.ZIP_DEFLATED
-    archive.writestr(info, data)

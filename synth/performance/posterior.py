@@ -15,10 +15,9 @@ import functools
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.polynomial.hermite_e import hermegauss
 from numpy.typing import NDArray
 
 from synth.catalog.schemes import STAGES
@@ -26,45 +25,15 @@ from synth.catalog.shapes import MoEShape
 from synth.flashinfer.legality import runnable_ids, smem_block_bytes
 from synth.performance.geometry import Floats, Ints, least_by
 from synth.performance.model import Cells, PerformanceModel
+from synth.performance.outlook import NEAR, Outlook, outlook, padded, prior_outlook
 from synth.performance.roofline import TacticColumns
+from synth.performance.shared_errors import KERNEL, Kernel, covariance, expected, noise_sd
 from synth.timings.table import Timings
 
 #: Tactics predicted within this logarithm of their bucket's best are candidates …
 _REACH = 0.12
 #: … but at most this many in a bucket.
 _MOST = 16
-#: Predictions further than this behind the best are too optimistic …
-_TRUSTED = 0.02
-#: … by this share of what exceeds it (the forest is fitted on the near tactics).
-_OPTIMISM = 0.5
-
-
-class _Kernel(NamedTuple):
-    """How errors of the predictions are shared. Deviations are of logarithms, lengths in doublings of the tokens."""
-
-    #: A candidate's own deviation: its least, and how it grows with the trees' disagreement and behind the best.
-    least: float = 0.006
-    disagreement: float = 0.9
-    behind: float = 0.1
-    #: Shares of its variance that it has in common with: itself in other buckets, equal tiles, equal tile along
-    #: tokens, equal cluster; and what it has alone.
-    tactic: float = 0.48
-    tile: float = 0.10
-    rows: float = 0.02
-    cluster: float = 0.15
-    alone: float = 0.25
-    length: float = 3.0
-    #: The level of a bucket, which no choice depends on: over all buckets, and of one bucket.
-    level: float = 0.055
-    level_length: float = 4.0
-    level_alone: float = 0.004
-
-
-KERNEL = _Kernel()
-#: Repeats of a timing differ by this much (logarithm) …
-_NOISE = 0.0035
-#: … and by this much in ms, the timer's own.
-_JITTER_MS = 0.00015
 #: An error this many deviations away is taken as the cell's own rather than one that it shares.
 _SURPRISE = 2.0
 #: After this many rounds such errors no longer change what is said of the others.
@@ -76,9 +45,8 @@ _FEW = 3
 #: that were repeated, 20 were fast by 5 deviations, of which the repeat confirmed 64 % or more; none was this fast.
 _TOO_FAST = 0.25
 _SURELY = 8.0
-#: Nodes and weights that integrate over a standard normal.
-_NODES, _WEIGHTS = hermegauss(9)
-_WEIGHTS = _WEIGHTS / _WEIGHTS.sum()
+#: Nodes that integrate over a standard normal.
+_NODES = 9
 #: Candidates this many deviations behind the best can't become the choice, and aren't worth a timing.
 _HOPELESS = 4.0
 #: Timed tactics within this factor of the fastest timed one are candidates whatever the model says.
@@ -87,19 +55,19 @@ _CLOSE = 1.1
 _RULED_OUT = 1000
 #: More than there are tactics in a table.
 _IDS = 4096
-#: Shares behind the best whose probabilities are stated.
-NEAR = (0.01, 0.02)
-#: Groups whose draws are held at once.
-_GROUPS_AT_ONCE = 256
-#: Added to variances before their root is taken.
-_LITTLE = 1e-9
-#: Draws that estimate probabilities, and their seed.
-_DRAWS = 256
 
-
-def noise_sd(ms: Floats | float) -> Floats:
-    """Return the standard deviation of the logarithm of one timing of `ms`."""
-    return np.asarray(np.hypot(_NOISE, _JITTER_MS / np.asarray(ms)))
+__all__ = (
+    "NEAR",
+    "Outlook",
+    "Posterior",
+    "Timed",
+    "believe",
+    "candidates",
+    "noise_sd",
+    "prior_outlook",
+    "timed_of",
+    "update",
+)
 
 
 def candidates(bucket: Ints, ms: Floats, must: NDArray[np.bool_]) -> Ints:
@@ -242,7 +210,7 @@ class Posterior:
 
     @classmethod
     def prior(
-        cls, tokens: Ints, tactic: Ints, ms: Floats, choice_sd: Floats, columns: TacticColumns, kernel: _Kernel = KERNEL
+        cls, tokens: Ints, tactic: Ints, ms: Floats, choice_sd: Floats, columns: TacticColumns, kernel: Kernel = KERNEL
     ) -> Posterior:
         """Return what is believed before any timing.
 
@@ -258,9 +226,9 @@ class Posterior:
             The tactics, by id.
         """
         changes = np.concatenate([[True], tokens[1:] != tokens[:-1]])
-        mean, behind = _expected(np.cumsum(changes) - 1, ms)
-        covariance = _covariance(tokens, tactic, behind, choice_sd, columns, kernel)
-        return cls(tokens, tactic, mean, covariance, np.zeros(len(tokens), dtype=np.int64))
+        mean, behind = expected(np.cumsum(changes) - 1, ms)
+        shared = covariance(tokens, tactic, behind, choice_sd, columns, kernel)
+        return cls(tokens, tactic, mean, shared, np.zeros(len(tokens), dtype=np.int64))
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -287,21 +255,29 @@ class Posterior:
         row, ms, repeats = row[known], timed.ms[known], timed.repeats[known]
         noise = noise_sd(ms) ** 2 / repeats + timed.extra_sd**2
         error = np.log(ms) - self.mean[row]
-        own, left_out, variance = _own(self.covariance[np.ix_(row, row)], noise, error)
-        alone = (repeats == 1) & (left_out < -np.maximum(_TOO_FAST, _SURELY * np.sqrt(variance)))
+        own = _Own.of(self.covariance[np.ix_(row, row)], noise, error)
+        alone = (repeats == 1) & (own.left_out < -np.maximum(_TOO_FAST, _SURELY * np.sqrt(own.variance)))
         if alone.any():
             # Timed, if not believed: it isn't asked for again.
             self.timed[row[alone]] += 1
             row, repeats, noise, error = row[~alone], repeats[~alone], noise[~alone], error[~alone]
             if not len(row):
                 return
-            own, _, _ = _own(self.covariance[np.ix_(row, row)], noise, error)
+            own = _Own.of(self.covariance[np.ix_(row, row)], noise, error)
         covariance = self.covariance.copy()
-        covariance[row, row] += own
-        columns = covariance[:, row]
-        gain = np.linalg.solve(covariance[np.ix_(row, row)] + np.diag(noise), columns.T)
+        covariance[row, row] += own.extra
+        # With C what the timed cells have in common and N their noise: C (C + N)^-1 = 1 - N (C + N)^-1, so that only
+        # the cells that weren't timed need a product of matrices.
+        rest = np.setdiff1d(np.arange(len(self)), row)
+        gain = np.empty((len(row), len(self)))
+        gain[:, row] = np.eye(len(row)) - own.inverse * noise
+        gain[:, rest] = own.inverse @ covariance[np.ix_(row, rest)]
         self.mean = self.mean + error @ gain
-        self.covariance = covariance - columns @ gain
+        left = np.empty_like(covariance)
+        left[row] = noise[:, None] * gain
+        left[np.ix_(rest, row)] = left[np.ix_(row, rest)].T
+        left[np.ix_(rest, rest)] = covariance[np.ix_(rest, rest)] - covariance[np.ix_(rest, row)] @ gain[:, rest]
+        self.covariance = left
         self.timed[row] += repeats
 
     def rule_out(self, row: int) -> None:
@@ -326,7 +302,7 @@ class Posterior:
         now = np.minimum.reduceat(self.mean, self._starts).sum()
         then = sum(
             w * np.minimum.reduceat(self.mean[:, None] + z * moves, self._starts, axis=0).sum(axis=0)
-            for z, w in zip(_NODES, _WEIGHTS, strict=True)
+            for z, w in zip(*_quadrature(), strict=True)
         )
         return np.asarray(now - then)
 
@@ -360,53 +336,19 @@ class Posterior:
             Shares behind the best whose probability is wanted.
         """
         rows = self.chosen() if chosen is None else chosen
-        members, filled = _padded(self._bucket)
-        covariance = self.covariance[members[:, :, None], members[:, None, :]]
-        return _outlook(self.mean[members], covariance, filled, rows - self._starts, margins)
+        members, filled = padded(self._bucket)
+        shared = self.covariance[members[:, :, None], members[:, None, :]]
+        return outlook(self.mean[members], shared, filled, rows - self._starts, margins)
 
 
-@dataclass(frozen=True)
-class Outlook:
-    """How good the choice of each bucket is believed to be.
+@functools.cache
+def _quadrature() -> tuple[Floats, Floats]:
+    """Return nodes and weights that integrate over a standard normal."""
+    # Not with the module: who only chooses doesn't need it.
+    from numpy.polynomial.hermite_e import hermegauss
 
-    Attributes
-    ----------
-    regret : ndarray of float64, shape (buckets,)
-        Expected logarithm of its regret.
-    within : ndarray of float64, shape (buckets, margins)
-        Probability that its time is at most this share above the best.
-    """
-
-    regret: Floats
-    within: Floats
-
-
-def prior_outlook(
-    place: Ints,
-    tactic: Ints,
-    ms: Floats,
-    choice_sd: Floats,
-    chosen: Ints,
-    columns: TacticColumns,
-    margins: Sequence[float] = NEAR,
-) -> Outlook:
-    """Return what :meth:`Posterior.outlook` says before any timing, for many shapes at once.
-
-    Parameters
-    ----------
-    place : ndarray of int64, shape (n,)
-        Number of each candidate's (shape, stage, bucket), from 0 and sorted; every place has one.
-    tactic, ms, choice_sd : ndarray, shape (n,)
-        As in :meth:`Posterior.prior`.
-    chosen : ndarray of int64, shape (places,)
-        Row of each place's choice.
-    """
-    mean, behind = _expected(place, ms)
-    members, filled = _padded(place)
-    covariance = _covariance(
-        np.ones_like(members), tactic[members], behind[members], choice_sd[members], columns, KERNEL
-    )
-    return _outlook(mean[members], covariance, filled, chosen - members[:, 0], margins)
+    nodes, weights = hermegauss(_NODES)
+    return nodes, weights / weights.sum()
 
 
 def _rows_of(tokens: Ints, tactic: Ints, wanted_tokens: Ints, wanted_tactic: Ints) -> Ints:
@@ -417,24 +359,36 @@ def _rows_of(tokens: Ints, tactic: Ints, wanted_tokens: Ints, wanted_tactic: Int
     return np.asarray(np.where(key[order][place] == wanted, order[place], -1))
 
 
-def _own(covariance: Floats, noise: Floats, error: Floats) -> tuple[Floats, Floats, Floats]:
-    """Return the extra variance of each timed cell, and how its timing stands to what all others say of it.
+class _Own(NamedTuple):
+    """How timings stand to what all others say of each, every array of shape (timings,) but the inverse."""
 
-    Returns
-    -------
-    own : ndarray of float64, shape (timings,)
-        What makes no error larger than ``_SURPRISE`` deviations.
-    left_out, variance : ndarray of float64, shape (timings,)
-        Error of each beside what the others predict, and the variance of that.
-    """
-    own = np.zeros(len(error))
-    for _ in range(_ROUNDS_OF_OWN):
-        inverse = np.linalg.inv(covariance + np.diag(own + noise))
-        precision = np.diag(inverse)
-        left_out = (inverse @ error) / precision
-        variance = np.maximum(1.0 / precision - own, 0.0)
-        own = np.maximum(0.0, (left_out / _SURPRISE) ** 2 - variance)
-    return own, left_out, variance
+    #: Extra variance of each timed cell: what makes no error larger than ``_SURPRISE`` deviations.
+    extra: Floats
+    #: Error of each beside what the others predict, and the variance of that.
+    left_out: Floats
+    variance: Floats
+    #: Inverse of the timings' covariance, noise and extra variance included.
+    inverse: Floats
+
+    @classmethod
+    def of(cls, covariance: Floats, noise: Floats, error: Floats) -> _Own:
+        extra = np.zeros(len(error))
+        inverse = np.asarray(np.linalg.inv(covariance + np.diag(noise)), dtype=np.float64)
+        for _ in range(_ROUNDS_OF_OWN):
+            precision = np.diag(inverse)
+            left_out = (inverse @ error) / precision
+            variance = np.maximum(1.0 / precision - extra, 0.0)
+            before, extra = extra, np.maximum(0.0, (left_out / _SURPRISE) ** 2 - variance)
+            inverse = _with_more(inverse, extra - before)
+        return cls(extra, left_out, variance, inverse)
+
+
+def _with_more(inverse: Floats, more: Floats) -> Floats:
+    """Return the inverse of a matrix whose diagonal has grown, by that of the matrix: few of them have (Woodbury)."""
+    at = np.flatnonzero(more)
+    part = inverse[:, at]
+    less = np.linalg.solve(np.eye(len(at)) + more[at, None] * part[at], more[at, None] * part.T)
+    return np.asarray(inverse - part @ less)
 
 
 def _shift(timed: Timed, log_ms: Floats, row: Ints) -> float:
@@ -453,82 +407,3 @@ def _shift(timed: Timed, log_ms: Floats, row: Ints) -> float:
         return 0.0
     shift = float(np.median(np.log(timed.ms[known[first]]) - expected[first]))
     return shift if abs(shift) > 2.0 * KERNEL.level else 0.0
-
-
-def _expected(bucket: Ints, ms: Floats) -> tuple[Floats, Floats]:
-    """Return the expected log ms of candidates, and how far behind their bucket's best they are predicted."""
-    behind = np.log(ms / least_by(bucket, ms, int(bucket[-1]) + 1)[bucket])
-    return np.log(ms) + _OPTIMISM * np.maximum(behind - _TRUSTED, 0.0), behind
-
-
-def _covariance(
-    tokens: Ints, tactic: Ints, behind: Floats, choice_sd: Floats, columns: TacticColumns, kernel: _Kernel
-) -> Floats:
-    """Return the covariance of predictions' errors, shape (…, n, n) for arguments of shape (…, n)."""
-    k, c = kernel, columns.select(tactic)
-    doublings = np.log2(tokens)
-    apart = np.abs(doublings[..., :, None] - doublings[..., None, :])
-    together = apart == 0.0
-
-    def equal(*fields: NDArray[Any]) -> NDArray[np.bool_]:
-        same = np.ones(apart.shape, dtype=bool)
-        for values in fields:
-            same &= values[..., :, None] == values[..., None, :]
-        return same
-
-    itself = equal(tactic)
-    shared = np.exp(-apart / k.length) * (
-        k.tactic * itself
-        + k.tile * equal(c.m, c.n, c.sm80, c.swap, c.stages)
-        + k.rows * equal(c.m, c.sm80, c.swap)
-        + k.cluster * equal(c.cluster_m, c.cluster_n, c.sm80, c.finalize)
-    )
-    sd = np.sqrt(k.least**2 + (k.disagreement * choice_sd) ** 2 + (k.behind * behind) ** 2)
-    own = sd[..., :, None] * sd[..., None, :] * (shared + k.alone * (itself & together))
-    return np.asarray(own + k.level**2 * np.exp(-apart / k.level_length) + k.level_alone**2 * together)
-
-
-def _padded(group: Ints) -> tuple[Ints, NDArray[np.bool_]]:
-    """Return the members of each group, shape (groups, most), padded with its first, and which are no padding."""
-    start = np.flatnonzero(np.concatenate([[True], group[1:] != group[:-1]]))
-    size = np.diff(np.append(start, len(group)))
-    place = np.arange(int(size.max()))
-    filled = place < size[:, None]
-    return np.where(filled, start[:, None] + place, start[:, None]), filled
-
-
-def _outlook(
-    mean: Floats, covariance: Floats, filled: NDArray[np.bool_], chosen: Ints, margins: Sequence[float]
-) -> Outlook:
-    """Estimate by draws how far each group's choice is behind its best.
-
-    Parameters
-    ----------
-    mean : ndarray of float64, shape (groups, n)
-    covariance : ndarray of float64, shape (groups, n, n)
-    filled : ndarray of bool, shape (groups, n)
-        Which are candidates; the rest repeats one.
-    chosen : ndarray of int64, shape (groups,)
-    """
-    groups = np.arange(len(mean))
-    to = covariance - covariance[groups, chosen][:, None, :]
-    spread = to - to[groups, :, chosen][:, :, None]
-    # The choice doesn't differ from itself, so that the matrix is singular without the little added.
-    root = np.linalg.cholesky(spread + _LITTLE * np.eye(mean.shape[1]))
-    lead = np.where(filled, mean - mean[groups, chosen][:, None], 0.0)
-    limits = np.log1p(np.asarray(margins))
-    regret = np.empty(len(mean))
-    within = np.empty((len(mean), len(limits)))
-    draws = _normal_draws(mean.shape[1])
-    for at in np.array_split(groups, max(1, len(groups) // _GROUPS_AT_ONCE)):
-        off = np.where(filled[at, :, None], root[at] @ draws.T, 0.0) + lead[at, :, None]
-        lost = -np.minimum(off.min(axis=1), 0.0)
-        regret[at] = lost.mean(axis=1)
-        within[at] = (lost[:, :, None] <= limits).mean(axis=1)
-    return Outlook(regret, within)
-
-
-@functools.lru_cache(maxsize=64)
-def _normal_draws(count: int) -> Floats:
-    """Return always the same draws, shape (draws, count)."""
-    return np.random.default_rng(0).standard_normal((_DRAWS, count))

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import expit, ndtr
 
 from synth.catalog.devices import Device
 from synth.errors import SynthError
@@ -218,8 +219,6 @@ def work(sites: Sites, site: Ints, tactic: Ints, columns: TacticColumns, hardwar
 
 def _smooth_ceil(waves: Floats, sd: Floats, tiles: Floats) -> Floats:
     """Return E[ceil(W)] for a normal W, at least the waves themselves and the chance of having a tile at all."""
-    from scipy.special import ndtr
-
     start = np.maximum(np.floor(waves - 4.0 * sd), 0.0)
     steps = np.ceil(8.0 * sd) + 2.0
     result = start.copy()
@@ -295,6 +294,7 @@ class Roofline:
         start : Roofline, optional
             Where to start, and what to keep where the timings say nothing; the defaults if not given.
         """
+        # Not with the module: only fitting takes its time.
         from scipy.optimize import least_squares
 
         rows = np.arange(len(ms))
@@ -329,8 +329,6 @@ def modelled_ms(x: Floats, w: Work, c: TacticColumns, hardware: Hardware) -> Flo
     w, c
         The cells' work, and the tactic of each.
     """
-    from scipy.special import expit
-
     g = dict(zip(_NAMES, x, strict=True))
     exp = np.exp
     area = c.m * c.n / 16384.0

@@ -3,20 +3,6 @@
 A **routing** gives every expert of a layer, over all ranks, its share of the tokens. Timings are taken under *uniform*
 routing; servers see some experts more often than others. What a kernel does depends on the shares alone, not on which
 expert has which, so a routing is kept as the shares from the most to the least popular expert.
-
-Counts may come from a server:
-
-- **SGLang**'s expert distribution recorder. Early versions write a CSV ``layer_id,expert_id,count``, with only the
-  experts that got tokens. Later ones write a ``.pt`` file of torch, with ``logical_count`` of [steps, layers, experts]
-  in mode ``stat``. It has to be converted, see :meth:`Routing.parse`: synth opens no pickles. The JSON
-  ``{"logical_count": …}`` that ``--init-expert-location`` takes is read as it is.
-- **vLLM**'s load balancer (EPLB) logs only how balanced the ranks are and writes no counts. Its state
-  ``expert_load_window`` is [steps, layers, physical experts]: summed onto logical experts and written with
-  ``json.dump(….tolist(), file)``, it is read here. Expert ids that its API returns with
-  ``--enable-return-routed-experts`` have to be counted first.
-
-Sources: ``python/sglang/srt/eplb/expert_distribution.py`` and ``expert_location.py``, sgl-project/sglang#5275;
-``vllm/distributed/eplb/eplb_state.py``.
 """
 
 from __future__ import annotations
@@ -25,8 +11,7 @@ import functools
 import hashlib
 import json
 import math
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,24 +19,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from synth.catalog import untrusted
 from synth.errors import SynthError
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-#: Largest file of counts that is read, in bytes.
-MAX_BYTES = 64 * 1024 * 1024
 #: Most experts of a layer.
 MAX_EXPERTS = 16384
 #: Largest Zipf exponent: beyond it all tokens go to the same ``top_k`` experts.
 MAX_EXPONENT = 10.0
 #: Inclusion probabilities are sampled as multiples of 2^-40.
 _ONE = 1 << 40
-_EXPERT_COLUMNS = ("expert", "expert_id")
-_LAYER_COLUMNS = ("layer", "layer_id")
-_COUNT_COLUMNS = ("count", "tokens")
-_FORMS = "give uniform, balanced, zipf:1.2, hot:1, or a file of tokens per expert (text, CSV or JSON)"
 
 
 @dataclass(frozen=True)
@@ -168,7 +146,7 @@ class Routing:
         for i, layer in enumerate(layers):
             if len(layer) != longest and not padded:
                 raise SynthError(f"{text}: layer {i} has counts of {len(layer)} experts, another one {longest}")
-            values = [_number(x, f"{text}: layer {i}, expert {e}") for e, x in enumerate(layer)]
+            values = [number_of(x, f"{text}: layer {i}, expert {e}") for e, x in enumerate(layer)]
             largest = max(values, default=0.0)
             if largest > 0.0:
                 # Scaled first, so that the sum of huge counts is finite.
@@ -208,6 +186,9 @@ class Routing:
                 return cls.zipf(float(value)) if name == "zipf" else cls.always(int(value))
             except ValueError:
                 raise SynthError(f"--routing {text}: not a number after the colon; give, for example, {kind}") from None
+        # Not with the module: reading counts needs what is here.
+        from synth.performance.routing_file import read_counts
+
         return read_counts(Path(text))
 
     def inclusion(self, experts: int, top_k: int) -> Floats:
@@ -349,131 +330,7 @@ def _in_whole_numbers(p: Floats, top_k: int) -> Ints:
     return np.asarray(whole + taken if short > 0 else whole - taken)
 
 
-# ---- files of counts ---------------------------------------------------------------------------------------
-
-
-def read_counts(path: Path) -> Routing:
-    """Read a file of tokens per expert; :meth:`Routing.parse` says which there are.
-
-    Raises
-    ------
-    SynthError
-        When the file is missing, too large, or not such a file.
-    """
-    name = path.name
-    if path.suffix.lower() in (".pt", ".pth"):
-        raise _torch_file(name)
-    try:
-        with path.open("rb") as f:
-            data = f.read(MAX_BYTES + 1)
-    except (OSError, ValueError) as e:
-        reason = e.strerror if isinstance(e, OSError) else e
-        raise SynthError(f"--routing {path}: can't be read ({reason}); {_FORMS}") from None
-    if len(data) > MAX_BYTES:
-        raise SynthError(f"{name}: larger than {MAX_BYTES >> 20} MiB; sum the counts over steps first")
-    if data.startswith((b"PK\x03\x04", b"\x80", b"\x93NUMPY")):
-        raise _torch_file(name)
-    try:
-        content = data.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        raise SynthError(f"{name}: not a text file; {_FORMS}") from None
-    if content.lstrip().startswith(("[", "{")):
-        return _from_json(content, name)
-    return _from_lines(content, name)
-
-
-def _torch_file(name: str) -> SynthError:
-    return SynthError(
-        f"{name}: a file of torch or numpy, which synth doesn't open; convert it: python -c \"import json, torch; d = "
-        f"torch.load('{name}', map_location='cpu'); json.dump({{'logical_count': d['logical_count'].tolist()}}, "
-        "open('counts.json', 'w'))\""
-    )
-
-
-def _from_json(content: str, name: str) -> Routing:
-    try:
-        found = untrusted.loads(content.encode(), values=MAX_BYTES)
-    except ValueError as e:
-        raise SynthError(f"{name}: not JSON ({e})") from None
-    if isinstance(found, dict) and "logical_count" in found:
-        found = found["logical_count"]
-    if isinstance(found, dict):
-        return _from_cells(((0, key, value, f"{name}: expert {key}") for key, value in found.items()), name)
-    depth, part = 0, found
-    while isinstance(part, list) and depth < 4:
-        depth, part = depth + 1, part[0] if part else None
-    if not 1 <= depth <= 3:
-        raise SynthError(f"{name}: not a list of counts, of layers of counts, or of steps of layers of counts")
-    steps = [[found]] if depth == 1 else [found] if depth == 2 else found
-    for i, step in enumerate(steps):
-        if not isinstance(step, list) or not all(isinstance(layer, list) for layer in step):
-            raise SynthError(f"{name}: step {i} is not a list of layers like the first one")
-    return Routing.counts(_added(steps, name), name)
-
-
-def _added(steps: list[list[list[Any]]], name: str) -> list[list[float]]:
-    """Return the sum over steps, by layer and expert."""
-    if len(steps) == 1:
-        return steps[0]
-    total = [[0.0] * len(layer) for layer in steps[0]]
-    for i, step in enumerate(steps):
-        if len(step) != len(steps[0]) or any(len(a) != len(b) for a, b in zip(step, steps[0], strict=True)):
-            raise SynthError(f"{name}: step {i} has other layers or experts than the first one")
-        values = [[_number(x, f"{name}: step {i}, layer {j}") for x in layer] for j, layer in enumerate(step)]
-        total = [[a + b for a, b in zip(*rows, strict=True)] for rows in zip(total, values, strict=True)]
-    return total
-
-
-def _from_lines(content: str, name: str) -> Routing:
-    rows = [
-        (i, [cell.strip() for cell in (line.split(",") if "," in line else line.split())])
-        for i, line in enumerate(content.splitlines(), 1)
-        if line.strip() and not line.lstrip().startswith("#")
-    ]
-    if not rows:
-        raise SynthError(f"{name}: an empty file; {_FORMS}")
-    names = [cell.lower() for cell in rows[0][1]]
-    if _is_number(names[0]):
-        if wide := next((i for i, cells in rows if len(cells) != 1), None):
-            raise SynthError(f"{name}, line {wide}: several columns need a header, such as expert,count")
-        return Routing.counts([[_number(cells[0], f"{name}, line {i}") for i, cells in rows]], name)
-
-    def column(known: Sequence[str]) -> int | None:
-        return next((i for i, cell in enumerate(names) if cell in known), None)
-
-    expert, layer, count = column(_EXPERT_COLUMNS), column(_LAYER_COLUMNS), column(_COUNT_COLUMNS)
-    if count is None or (expert is None and len(names) > 1):
-        raise SynthError(f"{name}: the header {','.join(names)!r} must be count, expert,count or layer,expert,count")
-    if uneven := next((i for i, cells in rows if len(cells) != len(names)), None):
-        raise SynthError(f"{name}, line {uneven}: not {len(names)} columns like the header")
-    if expert is None:
-        return Routing.counts([[_number(cells[count], f"{name}, line {i}") for i, cells in rows[1:]]], name)
-    return _from_cells(
-        (
-            (cells[layer] if layer is not None else 0, cells[expert], cells[count], f"{name}, line {i}")
-            for i, cells in rows[1:]
-        ),
-        name,
-    )
-
-
-def _from_cells(cells: Iterable[tuple[object, object, object, str]], name: str) -> Routing:
-    """Return the routing of counts that name their layer and expert; those of the same one add up."""
-    found: dict[object, dict[int, float]] = {}
-    for layer, expert, count, place in cells:
-        if not re.fullmatch(r"[0-9]{1,9}", str(expert)) or int(str(expert)) >= MAX_EXPERTS:
-            raise SynthError(f"{place}: {str(expert)[:40]!r} is not an expert's number, from 0 to {MAX_EXPERTS - 1}")
-        counted = found.setdefault(layer, {})
-        number = int(str(expert))
-        counted[number] = counted.get(number, 0.0) + _number(count, place)
-    return Routing.counts([_dense(layer) for layer in found.values()], name, padded=True)
-
-
-def _dense(counts: Mapping[int, float]) -> list[float]:
-    return [counts.get(i, 0.0) for i in range(max(counts) + 1)]
-
-
-def _number(value: object, place: str) -> float:
+def number_of(value: object, place: str) -> float:
     """Return a count as a number.
 
     Raises
@@ -490,14 +347,6 @@ def _number(value: object, place: str) -> float:
     if not 0.0 <= number < math.inf:
         raise SynthError(f"{place}: {str(value)[:40]!r} is not a count; counts are numbers from 0 on")
     return number
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _short(value: float) -> float:

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 from fake_kernels import H200, Kernels
-from synth.configs.formats import ConfigEntry, dumps_json
 
 from synth.catalog.shapes import Deployment, MoEShape
 from synth.choosing.choose import choose
+from synth.configs.model import ConfigEntry
+from synth.configs.v1 import dumps_json
 from synth.errors import SynthError
 from synth.flashinfer.keys import file_keys
 from synth.flashinfer.versions import build_metadata

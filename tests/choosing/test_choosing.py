@@ -11,11 +11,11 @@ import pytest
 from synth.catalog.devices import get_device
 from synth.catalog.shapes import MoEShape
 from synth.choosing.choose import Choice, carried_over, choose
-from synth.choosing.emission import analytical_source
+from synth.choosing.sources import analytical_source
 from synth.errors import SynthError
 from synth.flashinfer.tactics import load_table
-from synth.performance.model import Cells, PerformanceModel, Prediction
-from synth.performance.roofline import Hardware, tactic_columns
+from synth.performance.model import Analysis, Cells, PerformanceModel, Prediction
+from synth.performance.roofline import Hardware, Work, tactic_columns
 from synth.performance.routing import Routing
 from synth.performance.ties import TIE
 from synth.timings.folders import combine, load
@@ -53,8 +53,12 @@ class Made:
         sd = np.full(len(ms), self._log_sd)
         return Prediction(ms, sd, np.full(len(ms), self._choice_sd))
 
-    def predict_analytic(self, cells: Cells) -> np.ndarray:
-        return self._times(self._analytic, cells)
+    def analyse(self, cells: Cells) -> Analysis:
+        ms = self._times(self._analytic, cells)
+        return Analysis(cells, *cells.sites(), Work(*[ms] * len(Work._fields)), ms)
+
+    def correct(self, at: Analysis) -> Prediction:
+        return self.predict(at.cells)
 
     @staticmethod
     def _times(function: Callable[[int, int], float], cells: Cells) -> np.ndarray:

@@ -24,12 +24,12 @@ from synth.choosing.emission import (
     Emission,
     NothingToWriteError,
     Source,
-    analytical_source,
     bucket_union,
     emit,
     sidecar_path,
     write,
 )
+from synth.choosing.sources import analytical_source
 from synth.errors import SynthError
 from synth.flashinfer.buckets import map_to_bucket, token_buckets
 from synth.flashinfer.calls import ENGINES, SERVER_MAX_TOKENS

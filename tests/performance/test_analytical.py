@@ -13,7 +13,8 @@ from synth.catalog.devices import Device, get_device, load_devices
 from synth.catalog.schemes import QUANTS, STAGES
 from synth.catalog.shapes import MoEShape, deployments, load_models
 from synth.choosing.choose import SURE_GAIN
-from synth.choosing.emission import Emission, analytical_source, emit
+from synth.choosing.emission import Emission, emit
+from synth.choosing.sources import analytical_source
 from synth.errors import SynthError
 from synth.flashinfer.kernels import load_kernels
 from synth.flashinfer.legality import illegal_ids, smem_block_bytes

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from synth.catalog.devices import Device, get_device, load_devices
 from synth.catalog.schemes import QUANTS, STAGES
 from synth.catalog.shapes import MoEShape, deployments, load_models
-from synth.choosing.emission import analytical_source, bucket_union
+from synth.choosing.emission import bucket_union
+from synth.choosing.sources import analytical_source
 from synth.errors import SynthError
 from synth.flashinfer.tactics import load_table, load_tables
 from synth.performance.geometry import sites

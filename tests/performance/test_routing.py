@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from synth.errors import SynthError
-from synth.performance import routing
-from synth.performance.routing import UNIFORM, Routing, read_counts
+from synth.performance import routing, routing_file
+from synth.performance.routing import UNIFORM, Routing
+from synth.performance.routing_file import read_counts
 
 #: Tokens per expert of one layer; the last expert got none.
 COUNTS = [24990.0, 39249.0, 13378.0, 13874.0, 22360.0, 0.0]
@@ -308,7 +309,7 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
     for path in ("no-such-file", str(tmp_path), "a\0b"):
         with pytest.raises(SynthError, match=r"can't be read .*give uniform, balanced, zipf:1\.2"):
             Routing.parse(path)
-    monkeypatch.setattr(routing, "MAX_BYTES", 3)
+    monkeypatch.setattr(routing_file, "MAX_BYTES", 3)
     with pytest.raises(SynthError, match="larger than"):
         read_counts(write(tmp_path, "1\n2\n"))
     with pytest.raises(SynthError, match="counts of 16385 experts"):

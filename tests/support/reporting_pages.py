@@ -11,7 +11,8 @@ from typing import Any
 
 from synth.catalog.devices import get_device
 from synth.catalog.shapes import find_layer, select
-from synth.choosing.emission import Source, analytical_source, emit, write
+from synth.choosing.emission import emit, write
+from synth.choosing.sources import Source, analytical_source
 from synth.configs.sidecar import sidecar_path
 from synth.performance.model import PerformanceModel
 from synth.performance.routing import UNIFORM, Routing
