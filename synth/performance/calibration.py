@@ -110,7 +110,6 @@ def correction(probability: Floats, hit: NDArray[np.bool_]) -> tuple[float, floa
 
 def corrected(probability: Floats, by: tuple[float, float]) -> Floats:
     """Return probabilities corrected by an intercept and a slope on their logit."""
-
     return np.asarray(expit(by[0] + by[1] * logit(np.clip(probability, _LEAST, 1.0 - _LEAST))))
 
 
