@@ -41,8 +41,11 @@ from synth.choosing.emission import Source, emit
 from synth.choosing.evidence import fit_constants, grouped, read_folder
 from synth.choosing.plan import Layer, Plan, make_plan
 from synth.choosing.rounds import NewDevice
-from synth.collecting import GPU_RUNNER, RunnerSpec, collect, gpu_name, simulated_runner
+from synth.collecting.gpus import gpu_name
 from synth.collecting.journal import read_journal
+from synth.collecting.runner import GPU_RUNNER, RunnerSpec
+from synth.collecting.running import collect
+from synth.collecting.simulated import simulated_runner
 from synth.collecting.verifying import gpu_comparator, verify
 from synth.errors import SynthError
 from synth.flashinfer.legality import runnable_ids, smem_block_bytes

@@ -7,21 +7,18 @@ counts against the pair, not against the command.
 
 from __future__ import annotations
 
-import contextlib
 import math
-import multiprocessing
 import os
-import signal
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Protocol
 
-from synth.collecting.pools import visible_name
-from synth.collecting.runner import make_by_name
+from synth.collecting.children import Child
+from synth.collecting.gpus import visible_name
+from synth.collecting.runner import Spec
+from synth.collecting.worker import Broken, Refused, Started, describe
 from synth.errors import OutOfMemory, SynthError
 
 #: Tactics of gemm1 and gemm2; -1 is FlashInfer's fallback.
@@ -57,25 +54,8 @@ class Comparator(Protocol):
         """
 
 
-@dataclass(frozen=True)
-class ComparatorSpec:
-    """How to make a comparator in another process: by name, so that only there its packages are imported.
-
-    Attributes
-    ----------
-    factory : str
-        ``"module:name"`` of something that returns a :class:`Comparator`.
-    options : mapping
-        Its keyword arguments; they are pickled.
-    """
-
-    factory: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    def make(self) -> Comparator:
-        """Return a new comparator."""
-        comparator: Comparator = make_by_name(self.factory, self.options)
-        return comparator
+#: How to make a comparator.
+ComparatorSpec = Spec[Comparator]
 
 
 @dataclass(frozen=True)
@@ -96,6 +76,9 @@ class Compared:
     pair: Pair
     deviation: float
     error: str = ""
+
+
+_Answer = Started | Compared | Refused | Broken
 
 
 @dataclass(frozen=True)
@@ -122,8 +105,7 @@ class Comparison:
     def __init__(self, spec: ComparatorSpec, gpu: int | None = None, patience: Patience | None = None) -> None:
         self._spec, self._patience = spec, patience or Patience()
         self._device = None if gpu is None else visible_name(gpu)
-        self._context = multiprocessing.get_context("spawn")
-        self._child: tuple[SpawnProcess, Connection] | None = None
+        self._child: Child | None = None
 
     def __enter__(self) -> Comparison:
         return self
@@ -143,56 +125,71 @@ class Comparison:
         """
         error = ""
         for _ in range(_TRIES):
-            connection = self._start() if self._child is None else self._child[1]
-            with contextlib.suppress(OSError):
-                # A process that is gone shows in the answer.
-                connection.send((tokens, pair))
-            kind, value = self._answer(self._patience.pair_s)
-            if kind == "done":
-                return Compared(tokens, pair, float(value))
-            if kind == "unable":
-                raise CannotCompare(str(value))
-            error = str(value)
+            child = self._child or self._start()
+            child.send((tokens, pair))
+            said = _answer(child, self._patience.pair_s)
+            if isinstance(said, Compared):
+                return said
+            if isinstance(said, Refused):
+                raise CannotCompare(said.error)
+            assert isinstance(said, Broken)
+            error = said.error
             self._end()
         return Compared(tokens, pair, math.inf, error)
 
-    def _start(self) -> Connection:
-        ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=_serve, args=(self._spec, self._device, theirs), daemon=True)
-        process.start()
-        # Only the child may hold this end, or its death would not show as the end of the stream.
-        theirs.close()
-        self._child = process, ours
-        kind, value = self._answer(self._patience.start_s)
-        if kind != "ready":
+    def _start(self) -> Child:
+        self._child = Child(_Comparing, self._spec, self._device)
+        said = _answer(self._child, self._patience.start_s)
+        if isinstance(said, (Refused, Broken)):
             self._end()
-            raise CannotCompare(f"the layer can't be run: {value}" if kind == "failed" else str(value))
-        return ours
-
-    def _answer(self, seconds: float) -> tuple[str, float | str]:
-        """Return what the process says next, ``("failed", why)`` when it doesn't."""
-        assert self._child is not None
-        process, connection = self._child
-        deadline = time.monotonic() + seconds
-        try:
-            while not connection.poll(min(seconds, 1.0)):
-                if time.monotonic() >= deadline:
-                    return "failed", f"no answer for {seconds:.0f} s, so it counts as hanging"
-            answer: tuple[str, float | str] = connection.recv()
-        except (EOFError, OSError):
-            process.join(timeout=10)
-            code = process.exitcode
-            how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
-            return "failed", f"the process ended with {how}"
-        return answer
+            raise CannotCompare(f"the layer can't be run: {said.error}" if isinstance(said, Broken) else said.error)
+        return self._child
 
     def _end(self) -> None:
         if self._child is not None:
-            process, connection = self._child
-            process.kill()
-            process.join()
-            connection.close()
+            self._child.kill()
             self._child = None
+
+
+def _answer(child: Child, seconds: float) -> _Answer:
+    """Return what the process says next, :class:`Broken` where it doesn't."""
+    deadline = time.monotonic() + seconds
+    while not child.connection.poll(min(seconds, 1.0)):
+        if time.monotonic() >= deadline:
+            return Broken(f"no answer for {seconds:.0f} s, so it counts as hanging")
+    answers: list[_Answer] = child.said()[0]
+    if answers:
+        return answers[0]
+    code = child.join()
+    return Broken(f"the process ended with {f'signal {-code}' if code < 0 else f'exit code {code}'}")
+
+
+class _Comparing:
+    """What compares in its process; see :class:`synth.collecting.children.Answering`."""
+
+    def __init__(self, spec: ComparatorSpec) -> None:
+        self._spec = spec
+
+    def start(self) -> Iterator[_Answer]:
+        yield self._try(self._make)
+
+    def run(self, item: tuple[int, Pair]) -> Iterator[_Answer]:
+        yield self._try(lambda: Compared(*item, float(self._comparator.deviation(*item))))
+
+    def finish(self) -> Iterator[_Answer]:
+        yield from ()
+
+    def _make(self) -> Started:
+        self._comparator = self._spec.make()
+        return Started({})
+
+    def _try(self, what: Callable[[], _Answer]) -> _Answer:
+        try:
+            return what()
+        except SynthError as e:
+            return Refused("run", str(e))
+        except Exception as e:
+            return Broken(describe(e)[:300])
 
 
 def guilty(comparison: Comparison, bad: Compared, tolerance: float) -> dict[int, Compared]:
@@ -247,30 +244,3 @@ def _break(how: str) -> None:
     while how == "hang":
         time.sleep(3600)
     raise RuntimeError("CUDA error: an illegal memory access was encountered (simulated)")
-
-
-def _serve(spec: ComparatorSpec, device: str | None, connection: Connection) -> None:
-    """Compare what is asked until the other end closes; an error ends the process, since the context may be lost."""
-    # Ctrl-C goes to the whole group; the parent alone decides what follows.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if device is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = device
-    comparator: Comparator | None = None
-    # The other end closes when nothing more is asked.
-    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionError):
-        while True:
-            asked = connection.recv() if comparator is not None else None
-            try:
-                if comparator is None or asked is None:
-                    comparator = spec.make()
-                    answer: tuple[str, float | str] = "ready", ""
-                else:
-                    answer = "done", comparator.deviation(*asked)
-            except SynthError as e:
-                answer = "unable", str(e)
-            except Exception as e:
-                text = " ".join(str(e).split()) or type(e).__name__
-                answer = "failed", f"{type(e).__name__}: {text}"[:300]
-            connection.send(answer)
-            if answer[0] in ("unable", "failed"):
-                return

@@ -6,12 +6,12 @@ import contextlib
 import logging
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from synth.collecting.pools import Died, Event
 from synth.collecting.runner import RunnerSpec
-from synth.collecting.worker import Item, Message, Worker
+from synth.collecting.worker import Item, Worker
 from synth.errors import MissingDependencyError, SynthError
 
 
@@ -56,7 +56,7 @@ class RayPool:
             raise SynthError(f"the Ray cluster {address} has no {resource}; start its nodes with some")
         self._names = tuple(f"ray{i}" for i in range(count))
         # A restarted actor would begin without its weights and its item: the run starts new ones itself.
-        self._actor_class: Any = ray.remote(num_gpus=spec.gpus, num_cpus=1, max_restarts=0, max_task_retries=0)(_Actor)
+        self._actor_class: Any = ray.remote(num_gpus=spec.gpus, num_cpus=1, max_restarts=0, max_task_retries=0)(Worker)
         self._actors: dict[str, Any] = {}
         self._said: queue.SimpleQueue[tuple[str, Any, Event]] = queue.SimpleQueue()
         self._kept: list[tuple[str, Any, Event]] = []
@@ -134,19 +134,3 @@ class RayPool:
                 self._said.put((slot, actor, Died(f"the Ray worker is lost: {text[:200]}", fault=False)))
 
         threading.Thread(target=follow, name=f"follow {slot}", daemon=True).start()
-
-
-class _Actor:
-    """A worker; each method streams its messages."""
-
-    def __init__(self, spec: RunnerSpec) -> None:
-        self._worker = Worker(spec)
-
-    def start(self) -> Iterator[Message]:
-        yield from self._worker.start()
-
-    def run(self, item: Item) -> Iterator[Message]:
-        yield from self._worker.run(item)
-
-    def finish(self) -> Iterator[Message]:
-        yield from self._worker.finish()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from synth.choosing.plan import Cell, PlanSummary
 
@@ -97,8 +97,8 @@ class CollectSummary:
     files: tuple[Path, ...] = ()
 
 
-class Reporter(Protocol):
-    """Hears of everything that happens in a run, in the main thread."""
+class Reporter:
+    """Hears of everything that happens in a run, in the main thread; says nothing of it."""
 
     def on_plan(self, plan: PlanSummary, done: int) -> None:
         """Hear the plan, before the first worker starts; `done` timings of it are in the journal already."""
@@ -116,26 +116,7 @@ class Reporter(Protocol):
         """Hear the summary."""
 
 
-class SilentReporter:
-    """Says nothing; the base of reporters that say less than all."""
-
-    def on_plan(self, plan: PlanSummary, done: int) -> None:
-        """See :class:`Reporter`."""
-
-    def on_timing(self, cell: Cell, ms: float, throttled: bool, progress: Progress) -> None:
-        """See :class:`Reporter`."""
-
-    def on_failure(self, cell: Cell, error: str, progress: Progress) -> None:
-        """See :class:`Reporter`."""
-
-    def on_worker(self, worker: str, text: str) -> None:
-        """See :class:`Reporter`."""
-
-    def on_done(self, summary: CollectSummary) -> None:
-        """See :class:`Reporter`."""
-
-
-class RichReporter(SilentReporter):
+class RichReporter(Reporter):
     """A progress bar on the terminal, lines for what goes wrong; a context manager.
 
     Parameters

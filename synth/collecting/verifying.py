@@ -26,16 +26,6 @@ from synth.choosing.choose import Choice, choose
 from synth.choosing.picks import Pick, Seen
 from synth.choosing.plan import DEFAULT_MAX_TOKENS, Layer, make_plan
 from synth.choosing.rounds import KnownDevice
-from synth.collecting import (
-    GPU_RUNNER,
-    CollectSummary,
-    Limits,
-    Reporter,
-    RunnerSpec,
-    SilentReporter,
-    collect,
-    journal_to_measurements,
-)
 from synth.collecting.numbers import (
     FALLBACK,
     TOLERANCE,
@@ -47,6 +37,11 @@ from synth.collecting.numbers import (
     Patience,
     guilty,
 )
+from synth.collecting.reporters import CollectSummary, Reporter
+from synth.collecting.results import journal_to_measurements
+from synth.collecting.runner import GPU_RUNNER, RunnerSpec
+from synth.collecting.running import collect
+from synth.collecting.slots import Limits
 from synth.errors import SynthError
 from synth.flashinfer.tactics import Tactic, TacticTable
 from synth.performance.model import PerformanceModel, predictor
@@ -188,7 +183,7 @@ def verify(
     simulated: bool = False,
     comparator: ComparatorSpec | None = None,
     gpus: Sequence[int] = (0,),
-    reporter: Callable[[], Reporter] = SilentReporter,
+    reporter: Callable[[], Reporter] = Reporter,
     limits: Limits | None = None,
     patience: Patience | None = None,
     problems: list[Problem] | None = None,

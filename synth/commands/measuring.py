@@ -80,8 +80,11 @@ def collect(
     from synth.choosing.anchors import with_anchors
     from synth.choosing.plan import Layer, make_plan, summarize
     from synth.choosing.rounds import decide_by_rounds
-    from synth.collecting import GPU_RUNNER, RichReporter, find_gpus, simulated_runner
-    from synth.collecting import collect as run
+    from synth.collecting.gpus import find_gpus
+    from synth.collecting.reporters import RichReporter
+    from synth.collecting.runner import GPU_RUNNER
+    from synth.collecting.running import collect as run
+    from synth.collecting.simulated import simulated_runner
     from synth.flashinfer.tactics import load_tables
     from synth.performance.model import PerformanceModel, predictor
     from synth.reporting.console import plan_summary
@@ -238,8 +241,11 @@ def verify(
     """
     from synth.catalog.paths import find_model, readable, shipped, user_folder
     from synth.choosing.plan import Layer
-    from synth.collecting import GPU_RUNNER, RichReporter, SilentReporter, duration, find_gpus, simulated_runner
+    from synth.collecting.gpus import find_gpus
     from synth.collecting.numbers import ComparatorSpec
+    from synth.collecting.reporters import Reporter, RichReporter, duration
+    from synth.collecting.runner import GPU_RUNNER
+    from synth.collecting.simulated import simulated_runner
     from synth.collecting.verifying import gpu_comparator, outlook, report
     from synth.collecting.verifying import verify as run
     from synth.flashinfer.buckets import token_buckets
@@ -301,7 +307,7 @@ def verify(
             simulated=simulate,
             comparator=None if no_numbers else simulated if simulate else gpu_comparator(one),
             gpus=cards,
-            reporter=SilentReporter if as_json else RichReporter,
+            reporter=Reporter if as_json else RichReporter,
             problems=bad,
         )
         done.append(result)
@@ -340,7 +346,7 @@ def measurements_add(
     """Add FILES to your measurements: a collect journal, a measurements file, or a flat table (csv, csv.gz)."""
     from synth.catalog.devices import get_device
     from synth.catalog.paths import user_folder
-    from synth.collecting import add_file
+    from synth.collecting.results import add_file
     from synth.reporting.console import problems
 
     found = get_device(device)

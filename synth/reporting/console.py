@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from synth.choosing.learning import Point
     from synth.choosing.plan import Layer, PlanSummary
     from synth.choosing.transferring import TransferScore
-    from synth.collecting import CollectSummary
+    from synth.collecting.reporters import CollectSummary
     from synth.collecting.verifying import Standing, Verification
     from synth.performance.evaluation import Evaluation, Regret
 
@@ -146,7 +146,7 @@ def _mean(values: Iterable[float]) -> float:
 
 def plan_summary(plan: PlanSummary) -> None:
     """Print what a plan will cost."""
-    from synth.collecting import duration
+    from synth.collecting.reporters import duration
 
     table(
         f"{plan.device}, FlashInfer {plan.flashinfer}, pass {', '.join(map(str, plan.passes))}",
@@ -162,7 +162,7 @@ def plan_summary(plan: PlanSummary) -> None:
 
 def collect_summary(done: CollectSummary) -> None:
     """Print what a run did."""
-    from synth.collecting import duration
+    from synth.collecting.reporters import duration
 
     click.echo(
         f"{done.outcome}: {done.timed} timings in this run ({done.failed} failed, {done.throttled} throttled), "
@@ -197,7 +197,7 @@ def standings(layers: Iterable[tuple[Layer | str, Standing]]) -> None:
 
 def verification(done: Verification) -> None:
     """Print what spot checks of one layer came to."""
-    from synth.collecting import duration
+    from synth.collecting.reporters import duration
 
     standings([(f"{done.layer}, before", done.before), (f"{done.layer}, after", done.after)])
     click.echo(

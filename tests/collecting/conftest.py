@@ -7,7 +7,9 @@ import pytest
 from made_up import BUCKETS, DEVICE, FAILING, LARGE, SMALL
 
 from synth.catalog.schemes import STAGES
-from synth.collecting import InlinePool, RunnerSpec, simulated_runner
+from synth.collecting.pools import InlinePool
+from synth.collecting.runner import RunnerSpec
+from synth.collecting.simulated import simulated_runner
 from synth.flashinfer.tactics import load_table
 from synth.timings.measurements import Origin, Row, ShapeTimings, write
 

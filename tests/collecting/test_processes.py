@@ -17,18 +17,14 @@ from test_running import Listener, all_keys, keys
 
 import synth
 from synth.choosing.plan import Cell
-from synth.collecting import (
-    Fault,
-    Limits,
-    ProcessPool,
-    Progress,
-    collect,
-    find_gpus,
-    read_journal,
-    running,
-    simulated_runner,
-)
-from synth.collecting.pools import visible_name
+from synth.collecting import running
+from synth.collecting.gpus import find_gpus, visible_name
+from synth.collecting.journal import read_journal
+from synth.collecting.pools import ProcessPool
+from synth.collecting.reporters import Progress
+from synth.collecting.running import collect
+from synth.collecting.simulated import Fault, simulated_runner
+from synth.collecting.slots import Limits
 from synth.errors import SynthError
 
 CELL = (1, 64, 7)
@@ -97,9 +93,11 @@ import multiprocessing, sys
 sys.path.insert(0, sys.argv[3])
 from pathlib import Path
 from made_up import LARGE, SMALL, small_plan
-from synth.collecting import SilentReporter, collect, simulated_runner
+from synth.collecting.reporters import Reporter
+from synth.collecting.running import collect
+from synth.collecting.simulated import simulated_runner
 
-class Pids(SilentReporter):
+class Pids(Reporter):
     def on_worker(self, worker, text):
         print(*(p.pid for p in multiprocessing.active_children()), flush=True)
 

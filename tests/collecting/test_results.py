@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 from made_up import DEVICE, SMALL, small_plan
 
-from synth.collecting import InlinePool, RunnerSpec, add_file, collect, journal_to_measurements
+from synth.collecting.pools import InlinePool
+from synth.collecting.results import add_file, journal_to_measurements
+from synth.collecting.runner import RunnerSpec
+from synth.collecting.running import collect
 from synth.errors import SynthError
 from synth.flashinfer.tactics import load_table
 from synth.timings.measurements import load_shapes

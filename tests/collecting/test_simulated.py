@@ -10,9 +10,11 @@ from made_up import DEVICE, FAILING, SMALL, small_plan
 from rich.console import Console
 
 from synth.choosing.plan import timing_seconds
-from synth.collecting import Fault, InlinePool, RichReporter, SimulatedRunner, TacticError, collect, simulated_runner
-from synth.collecting.reporters import duration
-from synth.errors import SynthError
+from synth.collecting.pools import InlinePool
+from synth.collecting.reporters import RichReporter, duration
+from synth.collecting.running import collect
+from synth.collecting.simulated import Fault, SimulatedRunner, simulated_runner
+from synth.errors import SynthError, TacticError
 from synth.timings.measurements import load_shapes
 
 

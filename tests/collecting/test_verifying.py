@@ -15,8 +15,10 @@ from synth.catalog.shapes import MoEShape
 from synth.choosing.choose import choose
 from synth.choosing.plan import Layer
 from synth.cli import main
-from synth.collecting import Fault, InlinePool, running, simulated_runner
+from synth.collecting import running
 from synth.collecting.numbers import ComparatorSpec, Patience
+from synth.collecting.pools import InlinePool
+from synth.collecting.simulated import Fault, simulated_runner
 from synth.collecting.verifying import Verification, outlook, verify
 from synth.errors import SynthError
 from synth.flashinfer.tactics import Tactic

@@ -1,0 +1,131 @@
+"""What a run knows of each of its workers, and how long one may say nothing."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Literal
+
+from synth.choosing.plan import Batch
+from synth.collecting.agenda import Key
+from synth.collecting.worker import Begin
+
+#: A layer during which workers died this often is skipped.
+MAX_LAYER_DEATHS = 5
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds after which a worker that says nothing counts as hanging, by what it does.
+
+    A timing has `timing_s`, or `timing_factor` times what it should take if that is longer.
+    """
+
+    start_s: float = 1800.0
+    shape_s: float = 600.0
+    bucket_s: float = 300.0
+    reference_s: float = 60.0
+    timing_s: float = 20.0
+    timing_factor: float = 50.0
+
+    def of(self, begun: Begin) -> float:
+        """Return the limit of one phase."""
+        limit: float = getattr(self, f"{begun.phase}_s")
+        return max(limit, self.timing_factor * begun.expected_s) if begun.phase == "timing" else limit
+
+
+@dataclass
+class Slot:
+    """What is known of one worker.
+
+    Attributes
+    ----------
+    name : str
+        As its pool calls it.
+    state : str
+    layer : int or None
+        Whose weights it holds.
+    work : Batch or None
+        Of the item that it has.
+    pending : list of int
+        Tactics of the item that nothing was heard of yet, in order.
+    begun : Begin or None
+        What it is at.
+    since : float
+        When it was heard of last.
+    used_s : float
+        Seconds of measuring in this run.
+    out_of_time : bool
+        It stopped before a timing that didn't fit into the budget.
+    deaths : int
+        Without a good timing in between.
+    """
+
+    name: str
+    state: Literal["starting", "idle", "busy", "finishing", "gone"] = "starting"
+    layer: int | None = None
+    work: Batch | None = None
+    pending: list[int] = field(default_factory=list)
+    begun: Begin | None = None
+    since: float = 0.0
+    used_s: float = 0.0
+    out_of_time: bool = False
+    deaths: int = 0
+
+    def turn_to(self, state: Literal["starting", "idle", "finishing"], begun: Begin | None = None) -> None:
+        """Note what the worker does from now on."""
+        self.state, self.begun, self.since = state, begun, time.monotonic()
+
+    def take(self, batch: Batch, tactics: list[int]) -> None:
+        """Note the item that the worker was given."""
+        self.work, self.pending, self.layer, self.state = batch, list(tactics), batch.layer, "busy"
+        self.since = time.monotonic()
+
+    def lay_down(self) -> None:
+        """Note that the worker has no item any more."""
+        self.work, self.pending = None, []
+
+
+class Deaths:
+    """What workers died of, and what follows from it.
+
+    A cell at which a worker failed is marked. One at which it was ended from outside may not be to blame and gets a
+    second chance; the next death there counts. A reference cell that ends workers is not timed any more.
+
+    Attributes
+    ----------
+    references : set of int
+        Layers whose reference cell is left out.
+    of_layer : Counter of int
+        Workers that died of each layer.
+    """
+
+    def __init__(self) -> None:
+        self.references: set[int] = set()
+        self.of_layer: Counter[int] = Counter()
+        self._lost: Counter[Key] = Counter()
+
+    def blame(self, slot: Slot, fault: bool) -> int | None:
+        """Take in that the worker of a slot died; return the tactic to be marked as failed, if there is one.
+
+        Parameters
+        ----------
+        fault : bool
+            It was not ended from outside.
+        """
+        batch, begun = slot.work, slot.begun
+        if batch is None or begun is None:
+            return None
+        self.of_layer[batch.layer] += fault
+        if begun.phase == "timing" and begun.tactic in slot.pending:
+            key = (*batch.key, begun.tactic)
+            if fault or self._lost[key]:
+                return begun.tactic
+            self._lost[key] += 1
+            # Last, so that the others are timed whatever happens.
+            slot.pending.remove(begun.tactic)
+            slot.pending.append(begun.tactic)
+        elif begun.phase == "reference" and fault:
+            self.references.add(batch.layer)
+        return None
