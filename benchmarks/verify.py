@@ -32,12 +32,13 @@ from synth.catalog.devices import get_device
 from synth.catalog.paths import find_model, readable
 from synth.catalog.shapes import find_layer, select
 from synth.choosing.plan import Layer, Plan, make_plan, summarize
+from synth.choosing.spots import THRESHOLD
 from synth.collecting.gpus import gpu_name
 from synth.collecting.numbers import ComparatorSpec
 from synth.collecting.runner import GPU_RUNNER, RunnerSpec
 from synth.collecting.running import collect
 from synth.collecting.simulated import simulated_runner
-from synth.collecting.verifying import BUDGET_S, THRESHOLD, Verification, gpu_comparator, report, verify
+from synth.collecting.verifying import BUDGET_S, Verification, gpu_comparator, report, verify
 from synth.errors import SynthError
 from synth.flashinfer.tactics import DEFAULT_FLASHINFER
 from synth.performance.model import PerformanceModel, predictor

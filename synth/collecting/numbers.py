@@ -7,19 +7,25 @@ counts against the pair, not against the command.
 
 from __future__ import annotations
 
+import datetime
 import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Protocol
 
+from synth.choosing.choose import Choice
+from synth.choosing.plan import Layer
 from synth.collecting.children import Child
 from synth.collecting.gpus import visible_name
 from synth.collecting.runner import Spec
 from synth.collecting.worker import Broken, Refused, Started, describe
 from synth.errors import OutOfMemory, SynthError
+from synth.flashinfer.tactics import Tactic, TacticTable
+from synth.timings.agreed import Agreement
+from synth.timings.denied import Denial
 
 #: Tactics of gemm1 and gemm2; -1 is FlashInfer's fallback.
 Pair = tuple[int, int]
@@ -31,6 +37,8 @@ FALLBACK: Pair = (-1, -1)
 #: the sum before it decides.
 TOLERANCE: Mapping[str, float] = {"bf16": 0.02, "fp8": 0.05}
 
+#: A pair that serves many buckets is compared at this many of them: the ends and what lies between.
+_TOKEN_COUNTS = 3
 #: A process that died or hung gets this many tries at the same pair: the reason may have been another one.
 _TRIES = 2
 
@@ -210,6 +218,130 @@ def guilty(comparison: Comparison, bad: Compared, tolerance: float) -> dict[int,
     found = {stage: comparison.compare(bad.tokens, pair) for stage, pair in suspects.items()}
     wrong = {stage: c for stage, c in found.items() if not c.deviation <= tolerance}
     return wrong or dict.fromkeys(suspects, bad)
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What came of comparing the chosen pairs with the fallback.
+
+    Attributes
+    ----------
+    pairs : int
+        Distinct pairs whose numbers agree.
+    worst : float
+        Their largest deviation; NaN without any.
+    compared : tuple of Compared
+        Every comparison, wrong ones included.
+    agreements : tuple of Agreement
+        Those of the pairs whose numbers agree.
+    denials : tuple of Denial
+        What was denied.
+    unchecked : str
+        Why some or all pairs were not compared; empty where all were.
+    """
+
+    pairs: int = 0
+    worst: float = math.nan
+    compared: tuple[Compared, ...] = ()
+    agreements: tuple[Agreement, ...] = ()
+    denials: tuple[Denial, ...] = ()
+    unchecked: str = ""
+
+
+def check_numbers(
+    layer: Layer,
+    choices: Sequence[Choice],
+    table: TacticTable,
+    spec: ComparatorSpec,
+    gpu: int,
+    before: Numbers,
+    patience: Patience | None = None,
+) -> Numbers:
+    """Compare every chosen pair that was not compared yet, and find the guilty tactics of those that are wrong.
+
+    Parameters
+    ----------
+    layer : Layer
+    choices : sequence of Choice
+        The layer's; for servers that don't fuse the finalize step too, if their pairs are to be compared.
+    table : TacticTable
+        What the choices' ids are.
+    spec, gpu, patience
+        See :class:`Comparison`.
+    before : Numbers
+        What came of earlier choices.
+    """
+    tolerance = TOLERANCE.get(layer.quant)
+    if tolerance is None:
+        return replace(before, unchecked=f"a whole layer can be run in {' and '.join(TOLERANCE)} only")
+    wanted = _pairs(choices, table)
+    compared = {(c.pair, c.tokens): c for c in before.compared}
+    denials = list(before.denials)
+    bad: set[tuple[int, int]] = set()
+    unchecked = ""
+    day = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    with Comparison(spec, gpu, patience) as comparison:
+        try:
+            for pair, tokens in wanted.items():
+                for count in _some(tokens):
+                    if (pair, count) in compared or not bad.isdisjoint(enumerate(pair, 1)):
+                        # Another pair gave its tactic away.
+                        continue
+                    if (FALLBACK, count) not in compared:
+                        sane = compared[FALLBACK, count] = comparison.compare(count, FALLBACK)
+                        if not sane.deviation <= tolerance:
+                            raise CannotCompare(f"the fallback's own output at {count} tokens isn't to be trusted")
+                    result = compared[pair, count] = comparison.compare(count, pair)
+                    if not result.deviation <= tolerance:
+                        wrong = guilty(comparison, result, tolerance)
+                        bad |= {(stage, pair[stage - 1]) for stage in wrong}
+                        denials += [
+                            Denial(stage, table.tactic(pair[stage - 1]), layer.shape, count, c.deviation, c.error, day)
+                            for stage, c in wrong.items()
+                        ]
+        except CannotCompare as e:
+            unchecked = str(e)
+    right = {p for p, tokens in wanted.items() if _agrees(p, tokens, compared, tolerance)}
+    agreeing = [c for c in compared.values() if c.pair in right]
+    worst = max((c.deviation for c in agreeing), default=math.nan)
+    agreements = tuple(Agreement(layer.shape, _tactics(table, c.pair), c.tokens, c.deviation, day) for c in agreeing)
+    return Numbers(len(right), worst, tuple(compared.values()), agreements, tuple(denials), unchecked)
+
+
+def _agrees(pair: Pair, tokens: Sequence[int], compared: Mapping[tuple[Pair, int], Compared], tolerance: float) -> bool:
+    found = [compared.get((pair, count)) for count in _some(tokens)]
+    return all(c is not None and c.deviation <= tolerance for c in found)
+
+
+def _tactics(table: TacticTable, pair: Pair) -> tuple[Tactic | None, Tactic | None]:
+    gemm1, gemm2 = (None if i == -1 else table.tactic(i) for i in pair)
+    return gemm1, gemm2
+
+
+def _pairs(choices: Sequence[Choice], table: TacticTable) -> dict[Pair, list[int]]:
+    """Return every distinct pair of gemm1's and gemm2's choices, with the buckets where it is chosen.
+
+    A stage whose choice isn't sure to beat the fallback has no entry, so that the fallback runs there.
+    """
+    ids: dict[tuple[bool, int], dict[int, int]] = {}
+    for c in choices:
+        runs = c.beats_fallback and c.tactic_id != table.fallback_id(c.stage)
+        ids.setdefault((c.fused_finalize, c.bucket), {})[c.stage] = c.tactic_id if runs else -1
+    pairs: dict[Pair, list[int]] = {}
+    for (_, bucket), stages in ids.items():
+        pair = stages[1], stages[2]
+        if pair != FALLBACK and bucket not in pairs.setdefault(pair, []):
+            pairs[pair].append(bucket)
+    return pairs
+
+
+def _some(tokens: Sequence[int]) -> list[int]:
+    """Return a handful of token counts: the least, the largest, and some between."""
+    ordered = sorted(tokens)
+    if len(ordered) <= _TOKEN_COUNTS:
+        return ordered
+    step = (len(ordered) - 1) / (_TOKEN_COUNTS - 1)
+    return [ordered[round(i * step)] for i in range(_TOKEN_COUNTS)]
 
 
 class SimulatedComparator:

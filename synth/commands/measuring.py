@@ -241,12 +241,13 @@ def verify(
     """
     from synth.catalog.paths import find_model, readable, shipped, user_folder
     from synth.choosing.plan import Layer
+    from synth.choosing.spots import outlook
     from synth.collecting.gpus import find_gpus
     from synth.collecting.numbers import ComparatorSpec
     from synth.collecting.reporters import Reporter, RichReporter, duration
     from synth.collecting.runner import GPU_RUNNER
     from synth.collecting.simulated import simulated_runner
-    from synth.collecting.verifying import gpu_comparator, outlook, report
+    from synth.collecting.verifying import gpu_comparator, report
     from synth.collecting.verifying import verify as run
     from synth.flashinfer.buckets import token_buckets
     from synth.flashinfer.tactics import load_tables

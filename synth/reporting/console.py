@@ -20,9 +20,10 @@ if TYPE_CHECKING:
     from synth.choosing.evidence import Evidence
     from synth.choosing.learning import Point
     from synth.choosing.plan import Layer, PlanSummary
+    from synth.choosing.spots import Standing
     from synth.choosing.transferring import TransferScore
     from synth.collecting.reporters import CollectSummary
-    from synth.collecting.verifying import Standing, Verification
+    from synth.collecting.verifying import Verification
     from synth.performance.evaluation import Evaluation, Regret
 
 

@@ -14,12 +14,13 @@ from click.testing import CliRunner, Result
 from synth.catalog.shapes import MoEShape
 from synth.choosing.choose import choose
 from synth.choosing.plan import Layer
+from synth.choosing.spots import outlook
 from synth.cli import main
 from synth.collecting import running
 from synth.collecting.numbers import ComparatorSpec, Patience
 from synth.collecting.pools import InlinePool
 from synth.collecting.simulated import Fault, simulated_runner
-from synth.collecting.verifying import Verification, outlook, verify
+from synth.collecting.verifying import Verification, verify
 from synth.errors import SynthError
 from synth.flashinfer.tactics import Tactic
 from synth.performance.fitting import save
