@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Protocol
 
 from synth.choosing.choose import Choice
-from synth.choosing.plan import Layer
+from synth.choosing.spots import Known
 from synth.collecting.children import Child
 from synth.collecting.gpus import visible_name
 from synth.collecting.runner import Spec
@@ -61,6 +61,8 @@ class Comparator(Protocol):
             When the layer can't be run here at all.
         """
 
+
+SIMULATED_COMPARATOR = "synth.collecting.numbers:SimulatedComparator"
 
 #: How to make a comparator.
 ComparatorSpec = Spec[Comparator]
@@ -249,32 +251,26 @@ class Numbers:
 
 
 def check_numbers(
-    layer: Layer,
-    choices: Sequence[Choice],
-    table: TacticTable,
-    spec: ComparatorSpec,
-    gpu: int,
-    before: Numbers,
-    patience: Patience | None = None,
+    known: Known, spec: ComparatorSpec, gpu: int, before: Numbers, patience: Patience | None = None
 ) -> Numbers:
     """Compare every chosen pair that was not compared yet, and find the guilty tactics of those that are wrong.
 
+    The pairs of servers that don't fuse the finalize step are compared too.
+
     Parameters
     ----------
-    layer : Layer
-    choices : sequence of Choice
-        The layer's; for servers that don't fuse the finalize step too, if their pairs are to be compared.
-    table : TacticTable
-        What the choices' ids are.
+    known : Known
+        The layer.
     spec, gpu, patience
         See :class:`Comparison`.
     before : Numbers
         What came of earlier choices.
     """
+    layer, table = known.layer, known.model.table
     tolerance = TOLERANCE.get(layer.quant)
     if tolerance is None:
         return replace(before, unchecked=f"a whole layer can be run in {' and '.join(TOLERANCE)} only")
-    wanted = _pairs(choices, table)
+    wanted = _pairs(known.choices((True, False)), table)
     compared = {(c.pair, c.tokens): c for c in before.compared}
     denials = list(before.denials)
     bad: set[tuple[int, int]] = set()

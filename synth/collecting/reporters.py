@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from synth.choosing.plan import Cell, PlanSummary
+from synth.errors import SynthError
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -95,6 +96,11 @@ class CollectSummary:
     drift: tuple[Drift, ...]
     journal: Path
     files: tuple[Path, ...] = ()
+
+    def raise_if_failed(self, what: str = "") -> None:
+        """Raise :class:`SynthError` where the run failed, with `what` before the reason."""
+        if self.outcome == "failed":
+            raise SynthError(f"{what}{self.reason}; what was timed is in {self.journal}; the same command continues")
 
 
 class Reporter:

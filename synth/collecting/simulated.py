@@ -15,9 +15,10 @@ from typing import Any, Literal
 
 import numpy as np
 
+from synth.catalog.paths import user_folder
 from synth.catalog.shapes import MoEShape
 from synth.choosing.plan import estimate_memory, timing_seconds
-from synth.collecting.runner import RunnerSpec
+from synth.collecting.runner import GPU_RUNNER, RunnerSpec
 from synth.errors import OutOfMemory, StickyError, SynthError, TacticError
 from synth.flashinfer.tactics import DEFAULT_FLASHINFER, load_table
 from synth.timings.measurements import ShapeTimings, Timings, load_shapes
@@ -229,6 +230,20 @@ def simulated_runner(
         {"measurements": [str(m) for m in measurements], "device": device, "speed": speed, **options},
         gpus=0.0,
     )
+
+
+def timing_place(own: Path | None, folders: Sequence[Path], device: str, simulate: bool) -> tuple[Path, RunnerSpec]:
+    """Return the measurements folder that gets timings, and what takes them; simulated ones have a folder of their own.
+
+    Parameters
+    ----------
+    own : Path or None
+        The user's measurements folder, if it is not the usual one.
+    folders : sequence of Path
+        What a simulation replays.
+    """
+    root = own or user_folder("measurements")
+    return (root / "simulated", simulated_runner(folders, device)) if simulate else (root, GPU_RUNNER)
 
 
 def _parts(timings: Timings) -> list[ShapeTimings]:

@@ -17,7 +17,7 @@ from typing import Any
 from synth.choosing.choose import Choice
 from synth.choosing.plan import DEFAULT_MAX_TOKENS, Layer, make_plan
 from synth.choosing.spots import THRESHOLD, Change, Known, Spots, Standing
-from synth.collecting.numbers import ComparatorSpec, Numbers, Patience, check_numbers
+from synth.collecting.numbers import SIMULATED_COMPARATOR, ComparatorSpec, Numbers, Patience, check_numbers
 from synth.collecting.reporters import CollectSummary, Reporter
 from synth.collecting.results import journal_to_measurements
 from synth.collecting.runner import GPU_RUNNER, RunnerSpec
@@ -176,8 +176,7 @@ def verify(
         if done.outcome in ("failed", "interrupted") or comparator is None:
             break
         denied = len(numbers.denials)
-        choices = known.choices((True, False))
-        numbers = check_numbers(layer, choices, model.table, comparator, gpus[0], numbers, patience)
+        numbers = check_numbers(known, comparator, gpus[0], numbers, patience)
         if numbers.agreements:
             AGREED.add(numbers.agreements, known.origin, root)
         if len(numbers.denials) == denied:
@@ -209,6 +208,11 @@ def gpu_comparator(layer: Layer) -> ComparatorSpec:
     """Return how to compare numbers of a layer on the GPU in front of it."""
     options = {"shape": layer.shape, "quant": layer.quant, "activation": layer.activation}
     return ComparatorSpec("synth.gpu.runtime:LayerComparator", options)
+
+
+def comparator_of(layer: Layer, simulate: bool = False, wrong: Sequence[int] = ()) -> ComparatorSpec:
+    """Return how to compare numbers of a layer: on the GPU in front of it, or simulated, with some tactics wrong."""
+    return ComparatorSpec(SIMULATED_COMPARATOR, {"wrong": wrong}) if simulate else gpu_comparator(layer)
 
 
 def report(layer: Layer, found: Verification | Standing) -> dict[str, Any]:
