@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from synth.choosing.plan import Batch
-from synth.collecting.agenda import Key
+from synth.collecting.agenda import InHand, Key
 from synth.collecting.worker import Begin
 
 #: A layer during which workers died this often is skipped.
 MAX_LAYER_DEATHS = 5
+# How much a prediction of durations weighs against what is observed, in seconds.
+_PRIOR_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,66 @@ class Slot:
     def lay_down(self) -> None:
         """Note that the worker has no item any more."""
         self.work, self.pending = None, []
+
+
+class Crew:
+    """All workers of a run, the seconds of measuring that they have left, and how fast they are.
+
+    Parameters
+    ----------
+    names : sequence of str
+        The pool's slots.
+    budget_s : float or None
+        Seconds of measuring for each worker.
+    used_before_s : float
+        Seconds that earlier runs have spent of it, over all workers.
+
+    Attributes
+    ----------
+    slots : dict of str to Slot
+    """
+
+    def __init__(self, names: Sequence[str], budget_s: float | None, used_before_s: float) -> None:
+        self.slots = {name: Slot(name) for name in names}
+        self._budget_s, self._used_before_s = budget_s, used_before_s
+        # Predicted and observed seconds of the timings so far.
+        self._predicted_s = self._observed_s = 0.0
+
+    def __iter__(self) -> Iterator[Slot]:
+        return iter(self.slots.values())
+
+    @property
+    def scale(self) -> float:
+        """Observed over predicted seconds."""
+        return (self._observed_s + _PRIOR_S) / (self._predicted_s + _PRIOR_S)
+
+    def learn(self, predicted_s: float, observed_s: float) -> None:
+        """Take in what a timing cost."""
+        self._predicted_s += predicted_s
+        self._observed_s += observed_s
+
+    def left_s(self, slot: Slot) -> float:
+        """Return the seconds of measuring that a worker has left."""
+        if self._budget_s is None:
+            return math.inf
+        return 0.0 if slot.out_of_time else self._budget_s - self._used_before_s / len(self.slots) - slot.used_s
+
+    def all_left_s(self) -> float:
+        """Return the seconds of measuring that all workers have left, as they were predicted."""
+        return sum(max(self.left_s(slot), 0.0) for slot in self if slot.state != "gone") / self.scale
+
+    def idle_s(self) -> float:
+        """Return the most seconds that a waiting worker has left."""
+        return max((self.left_s(slot) for slot in self if slot.state == "idle"), default=0.0)
+
+    def wall_s(self, predicted_s: float) -> float:
+        """Return how long they will take together for what was predicted to take so many seconds."""
+        left = predicted_s * self.scale / max(sum(slot.state != "gone" for slot in self), 1)
+        return max(min(left, max(map(self.left_s, self), default=math.inf)), 0.0)
+
+    def in_hand(self) -> InHand:
+        """Return the batches that workers have, with what nothing was heard of yet."""
+        return [(slot.work, slot.pending) for slot in self if slot.work is not None]
 
 
 class Deaths:

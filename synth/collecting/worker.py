@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
-from synth.catalog.shapes import MoEShape
+from synth.choosing.plan import Layer
 from synth.collecting.runner import Runner, RunnerSpec
 from synth.errors import OutOfMemory, StickyError, SynthError, TacticError
 
@@ -25,10 +25,11 @@ class Item:
 
     Attributes
     ----------
-    layer, pass_, stage, tokens : int
-        The batch; `layer` is the plan's index.
-    shape, quant, activation
-        The layer itself.
+    index : int
+        Of the layer in the plan.
+    layer : Layer
+    stage, tokens : int
+        Of the batch.
     tactics : tuple of int
         Ids in the order of timing.
     seconds : tuple of float
@@ -41,13 +42,10 @@ class Item:
         Seconds of measuring that this worker may still spend.
     """
 
-    layer: int
-    pass_: int
+    index: int
+    layer: Layer
     stage: int
     tokens: int
-    shape: MoEShape
-    quant: str
-    activation: str
     tactics: tuple[int, ...]
     seconds: tuple[float, ...]
     counts: tuple[int, int]
@@ -188,23 +186,24 @@ class Worker:
         return result
 
     def _run(self, item: Item) -> Iterator[Message]:
-        if item.quant not in self._asserted:
+        layer = item.layer
+        if layer.quant not in self._asserted:
             # The first question builds or loads the module.
-            running = yield from self._set_up("start", lambda: tuple(self._runner.counts(item.quant)))
+            running = yield from self._set_up("start", lambda: tuple(self._runner.counts(layer.quant)))
             if running != item.counts:
                 yield Refused(
                     "run",
                     "the running FlashInfer has {} gemm1 and {} gemm2 tactics for {}, and the table has {} and {}; "
-                    "use the FlashInfer version that the plan names".format(*running, item.quant, *item.counts),
+                    "use the FlashInfer version that the plan names".format(*running, layer.quant, *item.counts),
                 )
                 return
-            self._asserted.add(item.quant)
+            self._asserted.add(layer.quant)
         spent = 0.0
-        if self._layer != item.layer:
+        if self._layer != item.index:
             yield from self._leave_layer()
             self._layer = self._bucket = self._reference = None
-            yield from self._set_up("shape", lambda: self._runner.prepare(item.shape, item.quant, item.activation))
-            self._layer, self._reference = item.layer, item.reference
+            yield from self._set_up("shape", lambda: self._runner.prepare(layer.shape, layer.quant, layer.activation))
+            self._layer, self._reference = item.index, item.reference
             spent += yield from self._time_reference()
         yield from self._prepare_bucket(item.stage, item.tokens)
         for tactic, expected in zip(item.tactics, item.seconds, strict=True):

@@ -17,7 +17,7 @@ from test_running import Listener, all_keys, keys
 
 import synth
 from synth.choosing.plan import Cell
-from synth.collecting import running
+from synth.collecting import run
 from synth.collecting.gpus import find_gpus, visible_name
 from synth.collecting.journal import read_journal
 from synth.collecting.pools import ProcessPool
@@ -169,7 +169,7 @@ def test_ctrl_c_reaches_only_the_parent(table: Path, tmp_path: Path) -> None:
 def test_a_run_that_was_stopped_marks_no_cell_when_it_goes_on(
     table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(running, "_AWAY_S", 0.5)
+    monkeypatch.setattr(run, "_AWAY_S", 0.5)
 
     class Absent(Listener):
         """Stops the worker and the run for longer than a timing may take."""
