@@ -46,7 +46,7 @@ from synth.collecting.journal import read_journal
 from synth.collecting.runner import GPU_RUNNER, RunnerSpec
 from synth.collecting.running import collect
 from synth.collecting.simulated import simulated_runner
-from synth.collecting.verifying import gpu_comparator, verify
+from synth.collecting.verifying import comparator_of, verify
 from synth.errors import SynthError
 from synth.flashinfer.legality import runnable_ids, smem_block_bytes
 from synth.flashinfer.tactics import DEFAULT_FLASHINFER
@@ -111,7 +111,7 @@ def _h200(layer: Layer, options: argparse.Namespace) -> None:
     if options.verify:
         found = verify(
             layer, model, options.out / "verified", folders=[options.out / "timed"], budget_s=options.verify,
-            comparator=gpu_comparator(layer),
+            comparator=comparator_of(layer),
         )  # fmt: skip
         checked = found.collected
         print(f"verify: {checked.timed} timings, {checked.measuring_s:.1f} s, {found.numbers}"[:2000], flush=True)

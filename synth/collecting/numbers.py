@@ -62,8 +62,6 @@ class Comparator(Protocol):
         """
 
 
-SIMULATED_COMPARATOR = "synth.collecting.numbers:SimulatedComparator"
-
 #: How to make a comparator.
 ComparatorSpec = Spec[Comparator]
 

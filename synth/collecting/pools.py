@@ -1,11 +1,11 @@
-"""Where workers run: in this process (tests, small simulations) or in one process per GPU."""
+"""Where workers run: in one process per GPU."""
 
 from __future__ import annotations
 
 import multiprocessing.connection
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -52,47 +52,6 @@ class Pool(Protocol):
 
     def close(self) -> None:
         """End every worker."""
-
-
-class InlinePool:
-    """One worker in this very process: no fault isolation, no watchdog.
-
-    Parameters
-    ----------
-    spec : RunnerSpec
-        How to make its runner.
-    """
-
-    slots = ("inline",)
-
-    def __init__(self, spec: RunnerSpec) -> None:
-        self._spec = spec
-        self._worker: Worker | None = None
-        self._stream: Iterator[Message] = iter(())
-
-    def start(self, slot: str) -> None:
-        """See :class:`Pool`."""
-        self._worker = Worker(self._spec)
-        self._stream = self._worker.start()
-
-    def send(self, slot: str, item: Item | None) -> None:
-        """See :class:`Pool`."""
-        assert self._worker is not None
-        self._stream = self._worker.finish() if item is None else self._worker.run(item)
-
-    def events(self, timeout: float) -> list[tuple[str, Event]]:
-        """See :class:`Pool`."""
-        message = next(self._stream, None)
-        return [] if message is None else [(self.slots[0], message)]
-
-    def kill(self, slot: str) -> list[Event]:
-        """See :class:`Pool`."""
-        self._worker, self._stream = None, iter(())
-        return []
-
-    def close(self) -> None:
-        """See :class:`Pool`."""
-        self.kill(self.slots[0])
 
 
 class ProcessPool:

@@ -18,6 +18,8 @@ from synth.errors import MissingDependencyError, SynthError
 class RayPool:
     """One actor for each GPU of a Ray cluster; see :class:`synth.collecting.pools.Pool`.
 
+    Where the runner needs no GPU there is one for each CPU.
+
     `synth` must be installed on every node. An actor that is lost with its node is started again as soon as the
     cluster has room for it.
 
@@ -27,8 +29,6 @@ class RayPool:
         How to make the runners.
     address : str
         Of the cluster, as ``ray.init`` takes it; ``"local"`` starts one on this machine.
-    workers : int, optional
-        How many actors; one for each GPU if not given, or each CPU where the runner needs no GPU.
 
     Raises
     ------
@@ -36,7 +36,7 @@ class RayPool:
         When Ray isn't installed, the cluster can't be reached, or has no GPU.
     """
 
-    def __init__(self, spec: RunnerSpec, address: str, *, workers: int | None = None) -> None:
+    def __init__(self, spec: RunnerSpec, address: str) -> None:
         try:
             import ray
         except ImportError:
@@ -50,7 +50,7 @@ class RayPool:
             except Exception as e:
                 raise SynthError(f"can't reach the Ray cluster {address}: {' '.join(str(e).split())}") from e
         resource = "GPU" if spec.gpus else "CPU"
-        count = int(self._ray.cluster_resources().get(resource, 0)) if workers is None else workers
+        count = int(self._ray.cluster_resources().get(resource, 0))
         if count < 1:
             self.close()
             raise SynthError(f"the Ray cluster {address} has no {resource}; start its nodes with some")

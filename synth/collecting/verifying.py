@@ -17,7 +17,7 @@ from typing import Any
 from synth.choosing.choose import Choice
 from synth.choosing.plan import DEFAULT_MAX_TOKENS, Layer, make_plan
 from synth.choosing.spots import THRESHOLD, Change, Known, Spots, Standing
-from synth.collecting.numbers import SIMULATED_COMPARATOR, ComparatorSpec, Numbers, Patience, check_numbers
+from synth.collecting.numbers import ComparatorSpec, Numbers, Patience, check_numbers
 from synth.collecting.reporters import CollectSummary, Reporter
 from synth.collecting.results import journal_to_measurements
 from synth.collecting.runner import GPU_RUNNER, RunnerSpec
@@ -204,15 +204,12 @@ def verify(
     )
 
 
-def gpu_comparator(layer: Layer) -> ComparatorSpec:
-    """Return how to compare numbers of a layer on the GPU in front of it."""
-    options = {"shape": layer.shape, "quant": layer.quant, "activation": layer.activation}
-    return ComparatorSpec("synth.gpu.runtime:LayerComparator", options)
-
-
 def comparator_of(layer: Layer, simulate: bool = False, wrong: Sequence[int] = ()) -> ComparatorSpec:
     """Return how to compare numbers of a layer: on the GPU in front of it, or simulated, with some tactics wrong."""
-    return ComparatorSpec(SIMULATED_COMPARATOR, {"wrong": wrong}) if simulate else gpu_comparator(layer)
+    if simulate:
+        return ComparatorSpec("synth.collecting.numbers:SimulatedComparator", {"wrong": wrong})
+    options = {"shape": layer.shape, "quant": layer.quant, "activation": layer.activation}
+    return ComparatorSpec("synth.gpu.runtime:LayerComparator", options)
 
 
 def report(layer: Layer, found: Verification | Standing) -> dict[str, Any]:

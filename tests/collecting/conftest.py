@@ -4,10 +4,10 @@ import math
 from pathlib import Path
 
 import pytest
+from inline import InlinePool
 from made_up import BUCKETS, DEVICE, FAILING, LARGE, SMALL
 
 from synth.catalog.schemes import STAGES
-from synth.collecting.pools import InlinePool
 from synth.collecting.runner import RunnerSpec
 from synth.collecting.simulated import simulated_runner
 from synth.flashinfer.tactics import load_table

@@ -5,9 +5,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+from inline import InlinePool
 from made_up import DEVICE, SMALL, small_plan
 
-from synth.collecting.pools import InlinePool
 from synth.collecting.results import add_file, journal_to_measurements
 from synth.collecting.runner import RunnerSpec
 from synth.collecting.running import collect

@@ -11,13 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from inline import InlinePool
 from made_up import DEVICE, FAILING, LARGE, SMALL, small_plan
 
 from synth.choosing.picks import Pick, Seen
 from synth.choosing.plan import Cell, Plan, PlanSummary, estimate_memory, timing_seconds
 from synth.collecting import worker as worker_module
 from synth.collecting.journal import read_journal
-from synth.collecting.pools import InlinePool
 from synth.collecting.reporters import CollectSummary, Progress, Reporter
 from synth.collecting.runner import RunnerSpec
 from synth.collecting.running import collect

@@ -6,11 +6,11 @@ import time
 from pathlib import Path
 
 import pytest
+from inline import InlinePool
 from made_up import DEVICE, FAILING, SMALL, small_plan
 from rich.console import Console
 
 from synth.choosing.plan import timing_seconds
-from synth.collecting.pools import InlinePool
 from synth.collecting.reporters import RichReporter, duration
 from synth.collecting.running import collect
 from synth.collecting.simulated import Fault, SimulatedRunner, simulated_runner

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from inline import InlinePool
 
 from synth.catalog.shapes import MoEShape
 from synth.choosing.choose import choose
@@ -18,7 +19,6 @@ from synth.choosing.spots import outlook
 from synth.cli import main
 from synth.collecting import running
 from synth.collecting.numbers import ComparatorSpec, Patience
-from synth.collecting.pools import InlinePool
 from synth.collecting.simulated import Fault, simulated_runner
 from synth.collecting.verifying import Verification, verify
 from synth.errors import SynthError
