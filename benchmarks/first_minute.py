@@ -42,9 +42,12 @@ from synth.choosing.choose import choose
 from synth.choosing.emission import Source, emit
 from synth.choosing.plan import Layer, Plan, make_plan
 from synth.choosing.rounds import NewDevice
-from synth.collecting import GPU_RUNNER, RunnerSpec, collect, gpu_name, simulated_runner
+from synth.collecting.gpus import gpu_name
 from synth.collecting.journal import read_journal
-from synth.collecting.verifying import gpu_comparator, verify
+from synth.collecting.runner import GPU_RUNNER, RunnerSpec
+from synth.collecting.running import collect
+from synth.collecting.simulated import simulated_runner
+from synth.collecting.verifying import comparator_of, verify
 from synth.errors import SynthError
 from synth.flashinfer.legality import runnable_ids, smem_block_bytes
 from synth.flashinfer.tactics import DEFAULT_FLASHINFER
@@ -113,7 +116,7 @@ def _h200(layer: Layer, options: argparse.Namespace) -> None:
     if options.verify:
         found = verify(
             layer, model, options.out / "verified", folders=[options.out / "timed"], budget_s=options.verify,
-            comparator=gpu_comparator(layer),
+            comparator=comparator_of(layer),
         )  # fmt: skip
         checked = found.collected
         print(f"verify: {checked.timed} timings, {checked.measuring_s:.1f} s, {found.numbers}"[:2000], flush=True)

@@ -32,9 +32,12 @@ from synth.catalog.devices import get_device
 from synth.catalog.paths import find_model, readable
 from synth.catalog.shapes import find_layer, select
 from synth.choosing.plan import Layer, Plan, make_plan, summarize
-from synth.collecting import GPU_RUNNER, RunnerSpec, collect, gpu_name, simulated_runner
-from synth.collecting.numbers import ComparatorSpec
-from synth.collecting.verifying import BUDGET_S, THRESHOLD, Verification, gpu_comparator, report, verify
+from synth.choosing.spots import THRESHOLD
+from synth.collecting.gpus import gpu_name
+from synth.collecting.runner import GPU_RUNNER, RunnerSpec
+from synth.collecting.running import collect
+from synth.collecting.simulated import simulated_runner
+from synth.collecting.verifying import BUDGET_S, Verification, comparator_of, report, verify
 from synth.errors import SynthError
 from synth.flashinfer.tactics import DEFAULT_FLASHINFER
 from synth.performance.model import PerformanceModel, predictor
@@ -96,11 +99,10 @@ def _verify(
 ) -> tuple[Verification, float]:
     """Spot-check a layer; returns the seconds that it took in all, too."""
     began = time.monotonic()
-    simulated = ComparatorSpec("synth.collecting.numbers:SimulatedComparator")
     found = verify(
         layer, model, options.out / "verified", budget_s=options.budget, threshold=options.threshold,
         max_tokens=options.max_tokens, runner=runner, simulated=options.simulate,
-        comparator=simulated if options.simulate else gpu_comparator(layer),
+        comparator=comparator_of(layer, options.simulate),
     )  # fmt: skip
     if found.collected.outcome == "failed":
         raise SynthError(f"{layer}: {found.collected.reason}")

@@ -19,7 +19,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +98,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Head:
-    """The first line of a journal.
+    """The first line of a journal; its values in this order.
 
     Attributes
     ----------
@@ -122,33 +122,19 @@ class Head:
 
     run: str
     plan: str
-    layers: tuple[Layer, ...]
     device: str
     arch: str
     flashinfer: str
     policy: Mapping[str, Any]
     simulated: bool
-    environment: Mapping[str, Any]
     date: str
+    environment: Mapping[str, Any]
+    layers: tuple[Layer, ...]
 
     def dumps(self) -> dict[str, Any]:
         """Return the line's values."""
-        return {
-            "synth journal": FORMAT,
-            "run": self.run,
-            "plan": self.plan,
-            "device": self.device,
-            "arch": self.arch,
-            "flashinfer": self.flashinfer,
-            "policy": dict(self.policy),
-            "simulated": self.simulated,
-            "date": self.date,
-            "environment": dict(self.environment),
-            "layers": [
-                {"shape": str(x.shape), "quant": x.quant, "label": x.label, "activation": x.activation}
-                for x in self.layers
-            ],
-        }
+        layers = [{**vars(layer), "shape": str(layer.shape)} for layer in self.layers]
+        return {"synth journal": FORMAT, **vars(self), "layers": layers}
 
     @classmethod
     def loads(cls, data: Mapping[str, Any]) -> Head:
@@ -164,18 +150,9 @@ class Head:
         layers = tuple(
             Layer(MoEShape.parse(x["shape"]), x["quant"], x["label"], x["activation"]) for x in data["layers"]
         )
-        head = cls(
-            data["run"],
-            data["plan"],
-            layers,
-            data["device"],
-            data["arch"],
-            data["flashinfer"],
-            dict(data["policy"]),
-            data["simulated"] is not False,
-            dict(data["environment"]),
-            data["date"],
-        )
+        values = {field.name: data[field.name] for field in fields(cls)}
+        containers = {"policy": dict(data["policy"]), "environment": dict(data["environment"])}
+        head = cls(**{**values, **containers, "layers": layers, "simulated": data["simulated"] is not False})
         for layer in layers:
             head.origin(layer)
             load_table(head.arch, layer.quant, head.flashinfer)

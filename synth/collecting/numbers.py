@@ -7,27 +7,37 @@ counts against the pair, not against the command.
 
 from __future__ import annotations
 
-import contextlib
+import datetime
 import math
-import multiprocessing
 import os
-import signal
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Protocol
 
-from synth.collecting.pools import visible_name
-from synth.collecting.runner import make_by_name
+from synth.choosing.choose import Choice
+from synth.choosing.spots import Known
+from synth.collecting.children import Child
+from synth.collecting.gpus import visible_name
+from synth.collecting.runner import Spec
+from synth.collecting.worker import Broken, Refused, Started, describe
 from synth.errors import OutOfMemory, SynthError
+from synth.flashinfer.tactics import Tactic, TacticTable
+from synth.timings.records import Agreement, Denial
 
 #: Tactics of gemm1 and gemm2; -1 is FlashInfer's fallback.
 Pair = tuple[int, int]
 FALLBACK: Pair = (-1, -1)
 
+#: Largest difference from the fallback's output, as a share of the largest output, that rounding explains. Tactics
+#: add up in different orders, and gemm2's fused finalize adds the experts' outputs after rounding each to bf16: up to
+#: 0.012 was seen of right ones in bf16. FP8 rounds to 3 bits of mantissa between the two GEMMs, where a last bit of
+#: the sum before it decides.
+TOLERANCE: Mapping[str, float] = {"bf16": 0.02, "fp8": 0.05}
+
+#: A pair that serves many buckets is compared at this many of them: the ends and what lies between.
+_TOKEN_COUNTS = 3
 #: A process that died or hung gets this many tries at the same pair: the reason may have been another one.
 _TRIES = 2
 
@@ -51,25 +61,8 @@ class Comparator(Protocol):
         """
 
 
-@dataclass(frozen=True)
-class ComparatorSpec:
-    """How to make a comparator in another process: by name, so that only there its packages are imported.
-
-    Attributes
-    ----------
-    factory : str
-        ``"module:name"`` of something that returns a :class:`Comparator`.
-    options : mapping
-        Its keyword arguments; they are pickled.
-    """
-
-    factory: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    def make(self) -> Comparator:
-        """Return a new comparator."""
-        comparator: Comparator = make_by_name(self.factory, self.options)
-        return comparator
+#: How to make a comparator.
+ComparatorSpec = Spec[Comparator]
 
 
 @dataclass(frozen=True)
@@ -90,6 +83,9 @@ class Compared:
     pair: Pair
     deviation: float
     error: str = ""
+
+
+_Answer = Started | Compared | Refused | Broken
 
 
 @dataclass(frozen=True)
@@ -116,8 +112,7 @@ class Comparison:
     def __init__(self, spec: ComparatorSpec, gpu: int | None = None, patience: Patience | None = None) -> None:
         self._spec, self._patience = spec, patience or Patience()
         self._device = None if gpu is None else visible_name(gpu)
-        self._context = multiprocessing.get_context("spawn")
-        self._child: tuple[SpawnProcess, Connection] | None = None
+        self._child: Child | None = None
 
     def __enter__(self) -> Comparison:
         return self
@@ -137,56 +132,71 @@ class Comparison:
         """
         error = ""
         for _ in range(_TRIES):
-            connection = self._start() if self._child is None else self._child[1]
-            with contextlib.suppress(OSError):
-                # A process that is gone shows in the answer.
-                connection.send((tokens, pair))
-            kind, value = self._answer(self._patience.pair_s)
-            if kind == "done":
-                return Compared(tokens, pair, float(value))
-            if kind == "unable":
-                raise CannotCompare(str(value))
-            error = str(value)
+            child = self._child or self._start()
+            child.send((tokens, pair))
+            said = _answer(child, self._patience.pair_s)
+            if isinstance(said, Compared):
+                return said
+            if isinstance(said, Refused):
+                raise CannotCompare(said.error)
+            assert isinstance(said, Broken)
+            error = said.error
             self._end()
         return Compared(tokens, pair, math.inf, error)
 
-    def _start(self) -> Connection:
-        ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=_serve, args=(self._spec, self._device, theirs), daemon=True)
-        process.start()
-        # Only the child may hold this end, or its death would not show as the end of the stream.
-        theirs.close()
-        self._child = process, ours
-        kind, value = self._answer(self._patience.start_s)
-        if kind != "ready":
+    def _start(self) -> Child:
+        self._child = Child(_Comparing, self._spec, self._device)
+        said = _answer(self._child, self._patience.start_s)
+        if isinstance(said, (Refused, Broken)):
             self._end()
-            raise CannotCompare(f"the layer can't be run: {value}" if kind == "failed" else str(value))
-        return ours
-
-    def _answer(self, seconds: float) -> tuple[str, float | str]:
-        """Return what the process says next, ``("failed", why)`` when it doesn't."""
-        assert self._child is not None
-        process, connection = self._child
-        deadline = time.monotonic() + seconds
-        try:
-            while not connection.poll(min(seconds, 1.0)):
-                if time.monotonic() >= deadline:
-                    return "failed", f"no answer for {seconds:.0f} s, so it counts as hanging"
-            answer: tuple[str, float | str] = connection.recv()
-        except (EOFError, OSError):
-            process.join(timeout=10)
-            code = process.exitcode
-            how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
-            return "failed", f"the process ended with {how}"
-        return answer
+            raise CannotCompare(f"the layer can't be run: {said.error}" if isinstance(said, Broken) else said.error)
+        return self._child
 
     def _end(self) -> None:
         if self._child is not None:
-            process, connection = self._child
-            process.kill()
-            process.join()
-            connection.close()
+            self._child.kill()
             self._child = None
+
+
+def _answer(child: Child, seconds: float) -> _Answer:
+    """Return what the process says next, :class:`Broken` where it doesn't."""
+    deadline = time.monotonic() + seconds
+    while not child.connection.poll(min(seconds, 1.0)):
+        if time.monotonic() >= deadline:
+            return Broken(f"no answer for {seconds:.0f} s, so it counts as hanging")
+    answers: list[_Answer] = child.said()[0]
+    if answers:
+        return answers[0]
+    code = child.join()
+    return Broken(f"the process ended with {f'signal {-code}' if code < 0 else f'exit code {code}'}")
+
+
+class _Comparing:
+    """What compares in its process; see :class:`synth.collecting.children.Answering`."""
+
+    def __init__(self, spec: ComparatorSpec) -> None:
+        self._spec = spec
+
+    def start(self) -> Iterator[_Answer]:
+        yield self._try(self._make)
+
+    def run(self, item: tuple[int, Pair]) -> Iterator[_Answer]:
+        yield self._try(lambda: Compared(*item, float(self._comparator.deviation(*item))))
+
+    def finish(self) -> Iterator[_Answer]:
+        yield from ()
+
+    def _make(self) -> Started:
+        self._comparator = self._spec.make()
+        return Started({})
+
+    def _try(self, what: Callable[[], _Answer]) -> _Answer:
+        try:
+            return what()
+        except SynthError as e:
+            return Refused("run", str(e))
+        except Exception as e:
+            return Broken(describe(e)[:300])
 
 
 def guilty(comparison: Comparison, bad: Compared, tolerance: float) -> dict[int, Compared]:
@@ -200,13 +210,131 @@ def guilty(comparison: Comparison, bad: Compared, tolerance: float) -> dict[int,
     bad : Compared
         The pair, wrong at its token count.
     tolerance : float
-        See :data:`synth.timings.records.TOLERANCE`.
+        See :data:`TOLERANCE`.
     """
     alone = {1: (bad.pair[0], -1), 2: (-1, bad.pair[1])}
     suspects = {stage: pair for stage, pair in alone.items() if pair != FALLBACK}
     found = {stage: comparison.compare(bad.tokens, pair) for stage, pair in suspects.items()}
     wrong = {stage: c for stage, c in found.items() if not c.deviation <= tolerance}
     return wrong or dict.fromkeys(suspects, bad)
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What came of comparing the chosen pairs with the fallback.
+
+    Attributes
+    ----------
+    pairs : int
+        Distinct pairs whose numbers agree.
+    worst : float
+        Their largest deviation; NaN without any.
+    compared : tuple of Compared
+        Every comparison, wrong ones included.
+    agreements : tuple of Agreement
+        Those of the pairs whose numbers agree.
+    denials : tuple of Denial
+        What was denied.
+    unchecked : str
+        Why some or all pairs were not compared; empty where all were.
+    """
+
+    pairs: int = 0
+    worst: float = math.nan
+    compared: tuple[Compared, ...] = ()
+    agreements: tuple[Agreement, ...] = ()
+    denials: tuple[Denial, ...] = ()
+    unchecked: str = ""
+
+
+def check_numbers(
+    known: Known, spec: ComparatorSpec, gpu: int, before: Numbers, patience: Patience | None = None
+) -> Numbers:
+    """Compare every chosen pair that was not compared yet, and find the guilty tactics of those that are wrong.
+
+    The pairs of servers that don't fuse the finalize step are compared too.
+
+    Parameters
+    ----------
+    known : Known
+        The layer.
+    spec, gpu, patience
+        See :class:`Comparison`.
+    before : Numbers
+        What came of earlier choices.
+    """
+    layer, table = known.layer, known.model.table
+    tolerance = TOLERANCE.get(layer.quant)
+    if tolerance is None:
+        return replace(before, unchecked=f"a whole layer can be run in {' and '.join(TOLERANCE)} only")
+    wanted = _pairs(known.choices((True, False)), table)
+    compared = {(c.pair, c.tokens): c for c in before.compared}
+    denials = list(before.denials)
+    bad: set[tuple[int, int]] = set()
+    unchecked = ""
+    day = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    with Comparison(spec, gpu, patience) as comparison:
+        try:
+            for pair, tokens in wanted.items():
+                for count in _some(tokens):
+                    if (pair, count) in compared or not bad.isdisjoint(enumerate(pair, 1)):
+                        # Another pair gave its tactic away.
+                        continue
+                    if (FALLBACK, count) not in compared:
+                        sane = compared[FALLBACK, count] = comparison.compare(count, FALLBACK)
+                        if not sane.deviation <= tolerance:
+                            raise CannotCompare(f"the fallback's own output at {count} tokens isn't to be trusted")
+                    result = compared[pair, count] = comparison.compare(count, pair)
+                    if not result.deviation <= tolerance:
+                        wrong = guilty(comparison, result, tolerance)
+                        bad |= {(stage, pair[stage - 1]) for stage in wrong}
+                        denials += [
+                            Denial(stage, table.tactic(pair[stage - 1]), layer.shape, count, c.deviation, c.error, day)
+                            for stage, c in wrong.items()
+                        ]
+        except CannotCompare as e:
+            unchecked = str(e)
+    right = {p for p, tokens in wanted.items() if _agrees(p, tokens, compared, tolerance)}
+    agreeing = [c for c in compared.values() if c.pair in right]
+    worst = max((c.deviation for c in agreeing), default=math.nan)
+    agreements = tuple(Agreement(layer.shape, *_tactics(table, c.pair), c.tokens, c.deviation, day) for c in agreeing)
+    return Numbers(len(right), worst, tuple(compared.values()), agreements, tuple(denials), unchecked)
+
+
+def _agrees(pair: Pair, tokens: Sequence[int], compared: Mapping[tuple[Pair, int], Compared], tolerance: float) -> bool:
+    found = [compared.get((pair, count)) for count in _some(tokens)]
+    return all(c is not None and c.deviation <= tolerance for c in found)
+
+
+def _tactics(table: TacticTable, pair: Pair) -> tuple[Tactic | None, Tactic | None]:
+    gemm1, gemm2 = (None if i == -1 else table.tactic(i) for i in pair)
+    return gemm1, gemm2
+
+
+def _pairs(choices: Sequence[Choice], table: TacticTable) -> dict[Pair, list[int]]:
+    """Return every distinct pair of gemm1's and gemm2's choices, with the buckets where it is chosen.
+
+    A stage whose choice isn't sure to beat the fallback has no entry, so that the fallback runs there.
+    """
+    ids: dict[tuple[bool, int], dict[int, int]] = {}
+    for c in choices:
+        runs = c.beats_fallback and c.tactic_id != table.fallback_id(c.stage)
+        ids.setdefault((c.fused_finalize, c.bucket), {})[c.stage] = c.tactic_id if runs else -1
+    pairs: dict[Pair, list[int]] = {}
+    for (_, bucket), stages in ids.items():
+        pair = stages[1], stages[2]
+        if pair != FALLBACK and bucket not in pairs.setdefault(pair, []):
+            pairs[pair].append(bucket)
+    return pairs
+
+
+def _some(tokens: Sequence[int]) -> list[int]:
+    """Return a handful of token counts: the least, the largest, and some between."""
+    ordered = sorted(tokens)
+    if len(ordered) <= _TOKEN_COUNTS:
+        return ordered
+    step = (len(ordered) - 1) / (_TOKEN_COUNTS - 1)
+    return [ordered[round(i * step)] for i in range(_TOKEN_COUNTS)]
 
 
 class SimulatedComparator:
@@ -241,30 +369,3 @@ def _break(how: str) -> None:
     while how == "hang":
         time.sleep(3600)
     raise RuntimeError("CUDA error: an illegal memory access was encountered (simulated)")
-
-
-def _serve(spec: ComparatorSpec, device: str | None, connection: Connection) -> None:
-    """Compare what is asked until the other end closes; an error ends the process, since the context may be lost."""
-    # Ctrl-C goes to the whole group; the parent alone decides what follows.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if device is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = device
-    comparator: Comparator | None = None
-    # The other end closes when nothing more is asked.
-    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionError):
-        while True:
-            asked = connection.recv() if comparator is not None else None
-            try:
-                if comparator is None or asked is None:
-                    comparator = spec.make()
-                    answer: tuple[str, float | str] = "ready", ""
-                else:
-                    answer = "done", comparator.deviation(*asked)
-            except SynthError as e:
-                answer = "unable", str(e)
-            except Exception as e:
-                text = " ".join(str(e).split()) or type(e).__name__
-                answer = "failed", f"{type(e).__name__}: {text}"[:300]
-            connection.send(answer)
-            if answer[0] in ("unable", "failed"):
-                return

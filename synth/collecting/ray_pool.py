@@ -6,17 +6,19 @@ import contextlib
 import logging
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from synth.collecting.pools import Died, Event
 from synth.collecting.runner import RunnerSpec
-from synth.collecting.worker import Item, Message, Worker
+from synth.collecting.worker import Item, Worker
 from synth.errors import MissingDependencyError, SynthError
 
 
 class RayPool:
     """One actor for each GPU of a Ray cluster; see :class:`synth.collecting.pools.Pool`.
+
+    Where the runner needs no GPU there is one for each CPU.
 
     `synth` must be installed on every node. An actor that is lost with its node is started again as soon as the
     cluster has room for it.
@@ -27,8 +29,6 @@ class RayPool:
         How to make the runners.
     address : str
         Of the cluster, as ``ray.init`` takes it; ``"local"`` starts one on this machine.
-    workers : int, optional
-        How many actors; one for each GPU if not given, or each CPU where the runner needs no GPU.
 
     Raises
     ------
@@ -36,7 +36,7 @@ class RayPool:
         When Ray isn't installed, the cluster can't be reached, or has no GPU.
     """
 
-    def __init__(self, spec: RunnerSpec, address: str, *, workers: int | None = None) -> None:
+    def __init__(self, spec: RunnerSpec, address: str) -> None:
         try:
             import ray
         except ImportError:
@@ -50,13 +50,13 @@ class RayPool:
             except Exception as e:
                 raise SynthError(f"can't reach the Ray cluster {address}: {' '.join(str(e).split())}") from e
         resource = "GPU" if spec.gpus else "CPU"
-        count = int(self._ray.cluster_resources().get(resource, 0)) if workers is None else workers
+        count = int(self._ray.cluster_resources().get(resource, 0))
         if count < 1:
             self.close()
             raise SynthError(f"the Ray cluster {address} has no {resource}; start its nodes with some")
         self._names = tuple(f"ray{i}" for i in range(count))
         # A restarted actor would begin without its weights and its item: the run starts new ones itself.
-        self._actor_class: Any = ray.remote(num_gpus=spec.gpus, num_cpus=1, max_restarts=0, max_task_retries=0)(_Actor)
+        self._actor_class: Any = ray.remote(num_gpus=spec.gpus, num_cpus=1, max_restarts=0, max_task_retries=0)(Worker)
         self._actors: dict[str, Any] = {}
         self._said: queue.SimpleQueue[tuple[str, Any, Event]] = queue.SimpleQueue()
         self._kept: list[tuple[str, Any, Event]] = []
@@ -134,19 +134,3 @@ class RayPool:
                 self._said.put((slot, actor, Died(f"the Ray worker is lost: {text[:200]}", fault=False)))
 
         threading.Thread(target=follow, name=f"follow {slot}", daemon=True).start()
-
-
-class _Actor:
-    """A worker; each method streams its messages."""
-
-    def __init__(self, spec: RunnerSpec) -> None:
-        self._worker = Worker(spec)
-
-    def start(self) -> Iterator[Message]:
-        yield from self._worker.start()
-
-    def run(self, item: Item) -> Iterator[Message]:
-        yield from self._worker.run(item)
-
-    def finish(self) -> Iterator[Message]:
-        yield from self._worker.finish()

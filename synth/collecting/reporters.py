@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from synth.choosing.plan import Cell, PlanSummary
+from synth.errors import SynthError
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -96,9 +97,14 @@ class CollectSummary:
     journal: Path
     files: tuple[Path, ...] = ()
 
+    def raise_if_failed(self, what: str = "") -> None:
+        """Raise :class:`SynthError` where the run failed, with `what` before the reason."""
+        if self.outcome == "failed":
+            raise SynthError(f"{what}{self.reason}; what was timed is in {self.journal}; the same command continues")
 
-class Reporter(Protocol):
-    """Hears of everything that happens in a run, in the main thread."""
+
+class Reporter:
+    """Hears of everything that happens in a run, in the main thread; says nothing of it."""
 
     def on_plan(self, plan: PlanSummary, done: int) -> None:
         """Hear the plan, before the first worker starts; `done` timings of it are in the journal already."""
@@ -116,26 +122,7 @@ class Reporter(Protocol):
         """Hear the summary."""
 
 
-class SilentReporter:
-    """Says nothing; the base of reporters that say less than all."""
-
-    def on_plan(self, plan: PlanSummary, done: int) -> None:
-        """See :class:`Reporter`."""
-
-    def on_timing(self, cell: Cell, ms: float, throttled: bool, progress: Progress) -> None:
-        """See :class:`Reporter`."""
-
-    def on_failure(self, cell: Cell, error: str, progress: Progress) -> None:
-        """See :class:`Reporter`."""
-
-    def on_worker(self, worker: str, text: str) -> None:
-        """See :class:`Reporter`."""
-
-    def on_done(self, summary: CollectSummary) -> None:
-        """See :class:`Reporter`."""
-
-
-class RichReporter(SilentReporter):
+class RichReporter(Reporter):
     """A progress bar on the terminal, lines for what goes wrong; a context manager.
 
     Parameters

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -133,16 +134,10 @@ def _provenance(content: Content, layer: int) -> dict[str, Any]:
         provenance["gpus"] = len(workers)
     drift = drift_of(str(head.layers[layer]), [e for e in content.references if e.layer == layer])
     if drift is not None:
-        provenance["reference"] = {
-            "stage": drift.stage,
-            "tokens": drift.tokens,
-            "tactic": drift.tactic,
-            "times": drift.times,
-            "first_ms": drift.first_ms,
-            "last_ms": drift.last_ms,
-            "drift": round(drift.drift, 5),
-            "max_deviation": round(drift.max_deviation, 5),
-        }
+        values = asdict(drift)
+        del values["layer"]
+        rounded = {name: round(values[name], 5) for name in ("drift", "max_deviation")}
+        provenance["reference"] = {**values, **rounded}
     return provenance
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from synth.catalog.shapes import MoEShape
+
+Made = TypeVar("Made")
 
 
 class Runner(Protocol):
@@ -55,22 +57,16 @@ class Runner(Protocol):
         """Give the memory back."""
 
 
-def make_by_name(factory: str, options: Mapping[str, Any]) -> Any:
-    """Call ``"module:name"``, importing the module only now."""
-    module, _, name = factory.partition(":")
-    return getattr(importlib.import_module(module), name)(**options)
-
-
 @dataclass(frozen=True)
-class RunnerSpec:
-    """How to make a runner in another process: by name, so that only there its packages are imported.
+class Spec(Generic[Made]):
+    """How to make something in another process: by name, so that only there its packages are imported.
 
     Attributes
     ----------
     factory : str
-        ``"module:name"`` of something that returns a :class:`Runner`.
+        ``"module:name"`` of what returns it.
     options : mapping
-        Its keyword arguments; they are pickled.
+        The factory's keyword arguments; they are pickled.
     gpus : float
         GPUs that it needs.
     """
@@ -79,11 +75,14 @@ class RunnerSpec:
     options: Mapping[str, Any] = field(default_factory=dict)
     gpus: float = 1.0
 
-    def make(self) -> Runner:
-        """Return a new runner."""
-        runner: Runner = make_by_name(self.factory, self.options)
-        return runner
+    def make(self) -> Made:
+        """Return a new one."""
+        module, _, name = self.factory.partition(":")
+        made: Made = getattr(importlib.import_module(module), name)(**self.options)
+        return made
 
 
+#: How to make a runner.
+RunnerSpec = Spec[Runner]
 #: Times tactics on the GPU in front of it.
 GPU_RUNNER = RunnerSpec("synth.gpu.timing:GpuRunner")

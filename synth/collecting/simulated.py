@@ -15,9 +15,10 @@ from typing import Any, Literal
 
 import numpy as np
 
+from synth.catalog.paths import user_folder
 from synth.catalog.shapes import MoEShape
 from synth.choosing.plan import estimate_memory, timing_seconds
-from synth.collecting.runner import RunnerSpec
+from synth.collecting.runner import GPU_RUNNER, RunnerSpec
 from synth.errors import OutOfMemory, StickyError, SynthError, TacticError
 from synth.flashinfer.tactics import DEFAULT_FLASHINFER, load_table
 from synth.timings.folders import load_shapes
@@ -56,8 +57,8 @@ class SimulatedRunner:
 
     Parameters
     ----------
-    measurements : sequence of str
-        Folders or files of one device.
+    measurements : sequence of str or ShapeTimings
+        Folders or files of one device, or its timings themselves.
     device : str, optional
         Which device of those.
     flashinfer : str
@@ -81,7 +82,7 @@ class SimulatedRunner:
 
     def __init__(
         self,
-        measurements: Sequence[str],
+        measurements: Sequence[str | ShapeTimings],
         device: str | None = None,
         flashinfer: str = DEFAULT_FLASHINFER,
         noise: float = NOISE,
@@ -90,29 +91,14 @@ class SimulatedRunner:
         memory_bytes: float = math.inf,
         faults: Sequence[Fault] = (),
     ) -> None:
-        parts = load_shapes([Path(m) for m in measurements], device, flashinfer=flashinfer, problems=[])
+        parts = [part for part in measurements if isinstance(part, ShapeTimings)]
+        folders = [one for one in measurements if isinstance(one, str)]
+        if folders:
+            parts += load_shapes(list(map(Path, folders)), device, flashinfer=flashinfer, problems=[])
         if not parts:
-            raise SynthError(f"no timings of {device or 'any device'} in {', '.join(measurements)} to replay")
+            raise SynthError(f"no timings of {device or 'any device'} in {', '.join(folders)} to replay")
         if others := {p.origin.device for p in parts} - {parts[0].origin.device}:
             raise SynthError(f"timings of {parts[0].origin.device} and {others.pop()}; say which --device to simulate")
-        self._begin(parts, noise, seed, speed, memory_bytes, faults)
-
-    @classmethod
-    def of(cls, timings: Timings, *, noise: float = 0.0, seed: int = 0) -> SimulatedRunner:
-        """Return a runner that replays timings at hand: of a cell timed several times, the first good time."""
-        runner = cls.__new__(cls)
-        runner._begin(_parts(timings), noise, seed)
-        return runner
-
-    def _begin(
-        self,
-        parts: Sequence[ShapeTimings],
-        noise: float,
-        seed: int,
-        speed: float = math.inf,
-        memory_bytes: float = math.inf,
-        faults: Sequence[Fault] = (),
-    ) -> None:
         self._origin = parts[0].origin
         self._parts = {(p.shape, p.origin.quant): p for p in parts if p.origin.policy == self._origin.policy}
         self._noise, self._seed, self._speed, self._memory = noise, seed, speed, memory_bytes
@@ -125,6 +111,11 @@ class SimulatedRunner:
         self._outcomes: dict[tuple[int, int, int], float | str] = {}
         # Layers are prepared again and again where cells are chosen in rounds.
         self._replays: dict[tuple[MoEShape, str], dict[tuple[int, int, int], float | str]] = {}
+
+    @classmethod
+    def of(cls, timings: Timings, *, noise: float = 0.0, seed: int = 0) -> SimulatedRunner:
+        """Return a runner that replays timings at hand: of a cell timed several times, the first good time."""
+        return cls(_parts(timings), noise=noise, seed=seed)
 
     def clock(self) -> float:
         """Return simulated seconds."""
@@ -231,6 +222,20 @@ def simulated_runner(
         {"measurements": [str(m) for m in measurements], "device": device, "speed": speed, **options},
         gpus=0.0,
     )
+
+
+def timing_place(own: Path | None, folders: Sequence[Path], device: str, simulate: bool) -> tuple[Path, RunnerSpec]:
+    """Return the measurements folder that gets timings, and what takes them; simulated ones have a folder of their own.
+
+    Parameters
+    ----------
+    own : Path or None
+        The user's measurements folder, if it is not the usual one.
+    folders : sequence of Path
+        What a simulation replays.
+    """
+    root = own or user_folder("measurements")
+    return (root / "simulated", simulated_runner(folders, device)) if simulate else (root, GPU_RUNNER)
 
 
 def _parts(timings: Timings) -> list[ShapeTimings]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar
 
-from synth.catalog.shapes import MoEShape
+from synth.choosing.plan import Layer
 from synth.collecting.runner import Runner, RunnerSpec
 from synth.errors import OutOfMemory, StickyError, SynthError, TacticError
 
@@ -16,6 +16,8 @@ REFERENCE_EVERY_S = 15.0
 
 Phase = Literal["start", "shape", "bucket", "timing", "reference"]
 
+Result = TypeVar("Result")
+
 
 @dataclass(frozen=True)
 class Item:
@@ -23,10 +25,11 @@ class Item:
 
     Attributes
     ----------
-    layer, pass_, stage, tokens : int
-        The batch; `layer` is the plan's index.
-    shape, quant, activation
-        The layer itself.
+    index : int
+        Of the layer in the plan.
+    layer : Layer
+    stage, tokens : int
+        Of the batch.
     tactics : tuple of int
         Ids in the order of timing.
     seconds : tuple of float
@@ -39,13 +42,10 @@ class Item:
         Seconds of measuring that this worker may still spend.
     """
 
-    layer: int
-    pass_: int
+    index: int
+    layer: Layer
     stage: int
     tokens: int
-    shape: MoEShape
-    quant: str
-    activation: str
     tactics: tuple[int, ...]
     seconds: tuple[float, ...]
     counts: tuple[int, int]
@@ -139,21 +139,14 @@ class Worker:
 
     def start(self) -> Iterator[Message]:
         """Make the runner."""
-        yield Begin("start")
-        began = time.perf_counter()
         try:
-            self._runner = self._spec.make()
-            # A simulated runner brings its own time.
-            self._clock = getattr(self._runner, "clock", time.perf_counter)
-            environment = self._runner.environment()
+            environment = yield from self._set_up("start", self._make)
         except SynthError as e:
             yield Refused("run", str(e))
-            return
         except Exception as e:
-            yield Broken(_describe(e))
-            return
-        yield SetUp("start", time.perf_counter() - began)
-        yield Started(environment)
+            yield Broken(describe(e))
+        else:
+            yield Started(environment)
 
     def run(self, item: Item) -> Iterator[Message]:
         """Time an item's tactics."""
@@ -165,7 +158,7 @@ class Worker:
         except SynthError as e:
             yield Refused("shape", str(e))
         except Exception as e:
-            yield Broken(_describe(e))
+            yield Broken(describe(e))
 
     def finish(self) -> Iterator[Message]:
         """Time the last reference and give the memory back."""
@@ -173,34 +166,44 @@ class Worker:
             yield from self._leave_layer()
             self._runner.release()
         except Exception as e:
-            yield Broken(_describe(e))
+            yield Broken(describe(e))
             return
         yield Finished()
 
+    def _make(self) -> dict[str, Any]:
+        self._runner = self._spec.make()
+        # A simulated runner brings its own time.
+        self._clock = getattr(self._runner, "clock", time.perf_counter)
+        return self._runner.environment()
+
+    def _set_up(self, phase: Phase, what: Callable[[], Result]) -> Generator[Message, None, Result]:
+        """Do something that is not measuring, and say what it cost."""
+        yield Begin(phase)
+        clock = self._clock
+        began = clock()
+        result = what()
+        yield SetUp(phase, clock() - began)
+        return result
+
     def _run(self, item: Item) -> Iterator[Message]:
-        if item.quant not in self._asserted:
+        layer = item.layer
+        if layer.quant not in self._asserted:
             # The first question builds or loads the module.
-            yield Begin("start")
-            began = self._clock()
-            running = tuple(self._runner.counts(item.quant))
+            running = yield from self._set_up("start", lambda: tuple(self._runner.counts(layer.quant)))
             if running != item.counts:
                 yield Refused(
                     "run",
                     "the running FlashInfer has {} gemm1 and {} gemm2 tactics for {}, and the table has {} and {}; "
-                    "use the FlashInfer version that the plan names".format(*running, item.quant, *item.counts),
+                    "use the FlashInfer version that the plan names".format(*running, layer.quant, *item.counts),
                 )
                 return
-            yield SetUp("start", self._clock() - began)
-            self._asserted.add(item.quant)
+            self._asserted.add(layer.quant)
         spent = 0.0
-        if self._layer != item.layer:
+        if self._layer != item.index:
             yield from self._leave_layer()
             self._layer = self._bucket = self._reference = None
-            yield Begin("shape")
-            began = self._clock()
-            self._runner.prepare(item.shape, item.quant, item.activation)
-            yield SetUp("shape", self._clock() - began)
-            self._layer, self._reference = item.layer, item.reference
+            yield from self._set_up("shape", lambda: self._runner.prepare(layer.shape, layer.quant, layer.activation))
+            self._layer, self._reference = item.index, item.reference
             spent += yield from self._time_reference()
         yield from self._prepare_bucket(item.stage, item.tokens)
         for tactic, expected in zip(item.tactics, item.seconds, strict=True):
@@ -238,19 +241,14 @@ class Worker:
             # Its own item will say so.
             self._reference = None
             return timed.seconds
-        yield Timed(
-            tactic, timed.ms, None, timed.throttled, timed.seconds, reference=(self._layer, stage, tokens, tactic)
-        )
+        yield replace(timed, reference=(self._layer, stage, tokens, tactic))
         return timed.seconds
 
     def _prepare_bucket(self, stage: int, tokens: int) -> Iterator[Message]:
         if self._bucket == (stage, tokens):
             return
         self._bucket = None
-        yield Begin("bucket")
-        began = self._clock()
-        self._runner.prepare_bucket(stage, tokens)
-        yield SetUp("bucket", self._clock() - began)
+        yield from self._set_up("bucket", lambda: self._runner.prepare_bucket(stage, tokens))
         self._bucket = (stage, tokens)
 
     def _time(self, stage: int, tokens: int, tactic: int) -> Timed:
@@ -262,12 +260,13 @@ class Worker:
             ms = float(self._runner.time(stage, tokens, tactic))
             throttled = self._runner.throttled()
         except TacticError as e:
-            error = _describe(e)
+            error = describe(e)
         if ms is not None and not 0 < ms < float("inf"):
             ms, error = None, f"the timer returned {ms}"
         return Timed(tactic, ms, error, throttled and error is None, self._clock() - began)
 
 
-def _describe(error: Exception) -> str:
+def describe(error: Exception) -> str:
+    """Return an error in one line, with its type where that isn't one of ours."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if isinstance(error, (TacticError, StickyError, SynthError)) else f"{type(error).__name__}: {text}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,10 @@ from synth.errors import SynthError
 
 if TYPE_CHECKING:
     from synth.catalog.devices import Device
-    from synth.performance.model import PerformanceModel
+    from synth.choosing.plan import Layer
+
+#: Seconds of measuring of a device plan.
+_FIRST_MINUTE_S = 60.0
 
 
 @click.command(short_help="time a planned sample of tactics on this GPU")
@@ -76,16 +78,14 @@ def collect(
     """
     import dataclasses
 
-    from synth.catalog.paths import find_model, readable, user_folder
-    from synth.choosing.anchors import with_anchors
-    from synth.choosing.plan import Layer, make_plan, summarize
-    from synth.choosing.rounds import decide_by_rounds
-    from synth.collecting import GPU_RUNNER, RichReporter, find_gpus, simulated_runner
-    from synth.collecting import collect as run
-    from synth.flashinfer.tactics import load_tables
-    from synth.performance.model import PerformanceModel, predictor
-    from synth.reporting.console import plan_summary
-    from synth.timings.folders import load
+    from synth.catalog.paths import readable
+    from synth.choosing.plan import summarize
+    from synth.choosing.sampling import make_sample
+    from synth.collecting.gpus import find_gpus
+    from synth.collecting.reporters import RichReporter
+    from synth.collecting.running import collect as run
+    from synth.collecting.simulated import timing_place
+    from synth.reporting.console import collect_summary, plan_summary
 
     if full + (budget is not None) + (fraction is not None) > 1:
         raise SynthError("give one of --budget, --fraction and --full")
@@ -93,61 +93,38 @@ def collect(
         raise SynthError("--device-plan decides by rounds within --budget; leave out --full, --fraction, --no-rounds")
     if device_plan and not (layer["model_names"] or layer["config_file"] or layer["hidden"]):
         raise SynthError("--device-plan settles the layers that are named; name some, such as --model glm-5 --tp 8")
-    found = device_here(device, simulate or (dry_run and device is not None))
-    tables = {t.quant: t for t in load_tables(flashinfer) if t.arch == found.tactics_arch}
-    layers = [Layer.of(d) for d in wanted_layers(list(tables), **layer)]
-    trained = {
-        q: PerformanceModel.load(path)
-        for q in dict.fromkeys(one.quant for one in layers)
-        if (path := find_model(readable("models", own_models), found.name, q, flashinfer))
-    }
-    starts = _starts(found, [one.quant for one in layers if one.quant not in trained], flashinfer)
-    turns: list[list[int]] = []
+    found, layers = _wanted(device, simulate or (dry_run and device is not None), flashinfer, layer)
     if device_plan:
         budget = budget or _FIRST_MINUTE_S
-        layers, turns = with_anchors(layers, list(starts), max_tokens)
-    plan = make_plan(
+    sample = make_sample(
+        found,
         layers,
-        found.name,
-        found.tactics_arch,
         flashinfer,
+        own_models,
+        max_tokens=max_tokens,
+        anchored=device_plan,
         fraction=None if full or budget is not None else fraction or 0.05,
         buckets=_numbers(buckets) if buckets else None,
-        max_tokens=max_tokens,
         passes=passes or (1,),
         budget_s=budget,
-        predict=predictor({**starts, **trained}),
     )
-    root = own_measurements or user_folder("measurements")
-    if simulate:
-        root = root / "simulated"
-        own = own_measurements if own_measurements and own_measurements.is_dir() else None
-        spec = simulated_runner(readable("measurements", own), found.name)
-    else:
-        spec = GPU_RUNNER
-    cards = (0,) if simulate and gpus == "all" else find_gpus(gpus) if not dry_run else (0,)
-    planned = summarize(plan, len(cards))
-    if dry_run:
-        if as_json:
-            click.echo(json.dumps(planned.as_dict(), indent=1))
-        else:
-            plan_summary(planned)
-        return
+    there = readable("measurements", own_measurements if own_measurements and own_measurements.is_dir() else None)
+    root, runner = timing_place(own_measurements, there, found.name, simulate)
+    cards = (0,) if dry_run or (simulate and gpus == "all") else find_gpus(gpus)
+    planned = summarize(sample.plan, len(cards))
     if not as_json:
         plan_summary(planned)
-    strategy = None
-    # Rounds need something to begin with, and too little may be public of the device.
-    guided = all(one.quant in trained or one.quant in starts for one in plan.layers)
-    if guided and not full and not no_rounds and len(plan.passes) == 1:
-        there = own_measurements if own_measurements and own_measurements.is_dir() else None
-        # What a simulation replays must not be known to it.
-        earlier = [] if simulate else load(readable("measurements", there), found.name, None, flashinfer, problems=[])
-        strategy = decide_by_rounds(plan, trained, earlier, starts=starts, turns=turns, at_once=len(cards))
+    elif dry_run:
+        click.echo(json.dumps(planned.as_dict(), indent=1))
+    if dry_run:
+        return
+    # What a simulation replays must not be known to it.
+    strategy = None if full or no_rounds else sample.strategy([] if simulate else there, len(cards))
     with RichReporter() as reporter:
         done = run(
-            plan,
-            spec,
-            journal or plan.journal_path(root),
+            sample.plan,
+            runner,
+            journal or sample.plan.journal_path(root),
             strategy=strategy,
             gpus=cards,
             ray=ray_address,
@@ -157,32 +134,12 @@ def collect(
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(done), indent=1, default=str))
     else:
-        from synth.reporting.console import collect_summary
-
         collect_summary(done)
-    if done.outcome == "failed":
-        raise SynthError(f"{done.reason}; what was timed is in {done.journal}; the same command continues")
+    done.raise_if_failed()
     if done.outcome == "interrupted":
         sys.exit(130)
     if not as_json:
         click.echo(f"next: synth fit --measurements {root}" if simulate or own_measurements else "next: synth fit")
-
-
-#: Seconds of measuring of a device plan.
-_FIRST_MINUTE_S = 60.0
-
-
-def _starts(device: Device, quants: Iterable[str], flashinfer: str) -> dict[str, PerformanceModel]:
-    """Return what is believed of a device without timings, by quantization; nothing where too little is public."""
-    from contextlib import suppress
-
-    from synth.performance.analytical import analytical_model
-
-    found = {}
-    for quant in dict.fromkeys(quants):
-        with suppress(SynthError):
-            found[quant] = analytical_model(device, quant, flashinfer)
-    return found
 
 
 @click.command(short_help="on this GPU: spot-check choices, and their numbers")
@@ -236,46 +193,38 @@ def verify(
     wrong is denied on this device and FlashInfer version, and the layer is chosen anew. `synth emit` uses the timings
     and the denied tactics at once. Exit 1 when a chosen tactic's numbers were wrong.
     """
-    from synth.catalog.paths import find_model, readable, shipped, user_folder
-    from synth.choosing.plan import Layer
-    from synth.collecting import GPU_RUNNER, RichReporter, SilentReporter, duration, find_gpus, simulated_runner
-    from synth.collecting.numbers import ComparatorSpec
-    from synth.collecting.verifying import gpu_comparator, outlook, report
+    from synth.catalog.paths import readable, shipped
+    from synth.choosing.sampling import known_models
+    from synth.choosing.spots import outlook
+    from synth.collecting.gpus import find_gpus
+    from synth.collecting.reporters import Reporter, RichReporter, duration
+    from synth.collecting.simulated import timing_place
+    from synth.collecting.verifying import comparator_of, report
     from synth.collecting.verifying import verify as run
     from synth.flashinfer.buckets import token_buckets
-    from synth.flashinfer.tactics import load_tables
-    from synth.performance.model import PerformanceModel
     from synth.reporting.console import problems, standings, verification
 
     if wrong and not simulate:
         raise SynthError("--wrong goes with --simulate")
-    found = device_here(device, simulate or (dry_run and device is not None))
-    tables = {t.quant: t for t in load_tables(flashinfer) if t.arch == found.tactics_arch}
-    named: dict[object, Layer] = {}
-    for d in wanted_layers(list(tables), **layer):
-        # Several deployments may be one layer on a rank.
-        named.setdefault((d.shape, d.quant), Layer.of(d))
-    layers = list(named.values())
-    loaded = {}
-    for q in dict.fromkeys(one.quant for one in layers):
-        path = find_model(readable("models", own_models), found.name, q, flashinfer)
-        if path is None:
-            raise SynthError(
-                f"{found.name} {q}: no model for FlashInfer {flashinfer} whose choices could be verified; time some "
-                "kernels with `synth collect` and run `synth fit`"
-            )
-        loaded[q] = PerformanceModel.load(path, device=found.name, quant=q, flashinfer=flashinfer)
+    found, layers = _wanted(device, simulate or (dry_run and device is not None), flashinfer, layer)
+    # Several deployments may be one layer on a rank.
+    layers = list({(one.shape, one.quant): one for one in reversed(layers)}.values())[::-1]
+    models = known_models(found.name, [one.quant for one in layers], flashinfer, own_models)
+    if missing := [one.quant for one in layers if one.quant not in models]:
+        raise SynthError(
+            f"{found.name} {missing[0]}: no model for FlashInfer {flashinfer} whose choices could be verified; time "
+            "some kernels with `synth collect` and run `synth fit`"
+        )
     fresh = own_measurements is not None and not own_measurements.exists()
-    folders = [shipped("measurements")] if fresh else readable("measurements", own_measurements)
-    root = own_measurements or user_folder("measurements")
-    spec = GPU_RUNNER
-    if simulate:
-        # Real timings must not decide what replays them.
-        root, spec, folders = root / "simulated", simulated_runner(folders, found.name), []
+    there = [shipped("measurements")] if fresh else readable("measurements", own_measurements)
+    root, runner = timing_place(own_measurements, there, found.name, simulate)
+    # Real timings must not decide what replays them.
+    folders = [] if simulate else there
     if dry_run:
-        there = [root, *folders]
         buckets = token_buckets(max_tokens, flashinfer)
-        standing = [(one, outlook(one, loaded[one.quant], there, buckets, simulated=simulate)) for one in layers]
+        standing = [
+            (one, outlook(one, models[one.quant], [root, *folders], buckets, simulated=simulate)) for one in layers
+        ]
         if as_json:
             click.echo(json.dumps([report(one, now) for one, now in standing], indent=1))
         else:
@@ -287,31 +236,26 @@ def verify(
     done = []
     bad: list[Any] = []
     for one in layers:
-        simulated = ComparatorSpec("synth.collecting.numbers:SimulatedComparator", {"wrong": wrong})
         result = run(
             one,
-            loaded[one.quant],
+            models[one.quant],
             root,
             folders=folders,
             budget_s=budget,
             threshold=threshold,
             max_tokens=max_tokens,
             pass_=pass_,
-            runner=spec,
+            runner=runner,
             simulated=simulate,
-            comparator=None if no_numbers else simulated if simulate else gpu_comparator(one),
+            comparator=None if no_numbers else comparator_of(one, simulate, wrong),
             gpus=cards,
-            reporter=SilentReporter if as_json else RichReporter,
+            reporter=Reporter if as_json else RichReporter,
             problems=bad,
         )
         done.append(result)
         if not as_json:
             verification(result)
-        if result.collected.outcome == "failed":
-            raise SynthError(
-                f"{one}: {result.collected.reason}; what was timed is in {result.collected.journal}; the same command "
-                "continues"
-            )
+        result.collected.raise_if_failed(f"{one}: ")
         if result.collected.outcome == "interrupted":
             break
     problems(list(dict.fromkeys(map(str, bad))))
@@ -340,7 +284,7 @@ def measurements_add(
     """Add FILES to your measurements: a collect journal, a measurements file, or a flat table (csv, csv.gz)."""
     from synth.catalog.devices import get_device
     from synth.catalog.paths import user_folder
-    from synth.collecting import add_file
+    from synth.collecting.results import add_file
     from synth.reporting.console import problems
 
     found = get_device(device)
@@ -373,3 +317,15 @@ def _numbers(text: str) -> list[int]:
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise SynthError(f"--buckets {text!r}: give token counts such as 1,64,1024")
     return [int(part) for part in parts]
+
+
+def _wanted(
+    device: str | None, elsewhere: bool, flashinfer: str, options: dict[str, Any]
+) -> tuple[Device, list[Layer]]:
+    """Return the GPU, and the layers that the options ask for in the quantizations that have tactics on it."""
+    from synth.choosing.plan import Layer
+    from synth.flashinfer.tactics import load_tables
+
+    found = device_here(device, elsewhere)
+    quants = [t.quant for t in load_tables(flashinfer) if t.arch == found.tactics_arch]
+    return found, [Layer.of(d) for d in wanted_layers(list(dict.fromkeys(quants)), **options)]

@@ -114,7 +114,7 @@ def _by_hand(name: str, hidden: int, inter: int, experts: int, top_k: int, activ
 def device_here(device: str | None, elsewhere: bool) -> Device:
     """Return the GPU that is here, or with `elsewhere` the one that is named."""
     from synth.catalog.devices import get_device
-    from synth.collecting import gpu_name
+    from synth.collecting.gpus import gpu_name
 
     if elsewhere:
         return get_device(device or "NVIDIA H200")

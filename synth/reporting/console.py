@@ -17,8 +17,9 @@ from rich.table import Table
 
 if TYPE_CHECKING:
     from synth.choosing.plan import Layer, PlanSummary
-    from synth.collecting import CollectSummary
-    from synth.collecting.verifying import Standing, Verification
+    from synth.choosing.spots import Standing
+    from synth.collecting.reporters import CollectSummary
+    from synth.collecting.verifying import Verification
     from synth.performance.evaluation import Evaluation, Regret
 
 
@@ -59,7 +60,7 @@ def shape_regrets(title: str, evaluation: Evaluation) -> None:
 
 def plan_summary(plan: PlanSummary) -> None:
     """Print what a plan will cost."""
-    from synth.collecting import duration
+    from synth.collecting.reporters import duration
 
     table(
         f"{plan.device}, FlashInfer {plan.flashinfer}, pass {', '.join(map(str, plan.passes))}",
@@ -75,7 +76,7 @@ def plan_summary(plan: PlanSummary) -> None:
 
 def collect_summary(done: CollectSummary) -> None:
     """Print what a run did."""
-    from synth.collecting import duration
+    from synth.collecting.reporters import duration
 
     click.echo(
         f"{done.outcome}: {done.timed} timings in this run ({done.failed} failed, {done.throttled} throttled), "
@@ -110,7 +111,7 @@ def standings(layers: Iterable[tuple[Layer | str, Standing]]) -> None:
 
 def verification(done: Verification) -> None:
     """Print what spot checks of one layer came to."""
-    from synth.collecting import duration
+    from synth.collecting.reporters import duration
 
     standings([(f"{done.layer}, before", done.before), (f"{done.layer}, after", done.after)])
     click.echo(

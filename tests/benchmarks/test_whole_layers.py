@@ -16,7 +16,7 @@ from fake_kernels import H200, Kernels
 
 from synth.catalog.shapes import Deployment, MoEShape
 from synth.choosing.choose import choose
-from synth.configs.model import ConfigEntry
+from synth.configs.model import Entry
 from synth.configs.v1 import dumps_json
 from synth.errors import SynthError
 from synth.flashinfer.keys import file_keys
@@ -93,7 +93,7 @@ def test_serving_a_config_forgets_what_was_tuned_before(h200: StubbedFlashInfer,
 def write_config(path: Path, bucket: int, pair: tuple[int, int], **changes: str) -> Path:
     deployment = Deployment("m", 2, 1, "bf16", "swiglu", False, SHAPE)
     entries = {
-        key: ConfigEntry(key, pair[stage - 1])
+        key: Entry(key, pair[stage - 1])
         for stage in (1, 2)
         for key in file_keys(deployment, "vllm", bucket, stage, "sm90")
     }

@@ -4,10 +4,12 @@ import math
 from pathlib import Path
 
 import pytest
+from inline import InlinePool
 from made_up import BUCKETS, DEVICE, FAILING, LARGE, SMALL
 
 from synth.catalog.schemes import STAGES
-from synth.collecting import InlinePool, RunnerSpec, simulated_runner
+from synth.collecting.runner import RunnerSpec
+from synth.collecting.simulated import simulated_runner
 from synth.flashinfer.tactics import load_table
 from synth.timings.files import write
 from synth.timings.origin import Origin

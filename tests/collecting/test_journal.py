@@ -19,7 +19,7 @@ from synth.flashinfer.tactics import load_table
 from synth.timings.origin import DEFAULT_POLICY
 from synth.timings.rows import Row
 
-HEAD = Head("r", "p", (SMALL, LARGE), DEVICE, "sm90", "0.7.4", dict(DEFAULT_POLICY), True, {"driver": "580"}, "today")
+HEAD = Head("r", "p", DEVICE, "sm90", "0.7.4", dict(DEFAULT_POLICY), True, "today", {"driver": "580"}, (SMALL, LARGE))
 IDS = {stage: load_table("sm90", "bf16").ids(stage) for stage in (1, 2)}
 
 

@@ -17,18 +17,14 @@ from test_running import Listener, all_keys, keys
 
 import synth
 from synth.choosing.plan import Cell
-from synth.collecting import (
-    Fault,
-    Limits,
-    ProcessPool,
-    Progress,
-    collect,
-    find_gpus,
-    read_journal,
-    running,
-    simulated_runner,
-)
-from synth.collecting.pools import visible_name
+from synth.collecting import run
+from synth.collecting.gpus import find_gpus, visible_name
+from synth.collecting.journal import read_journal
+from synth.collecting.pools import ProcessPool
+from synth.collecting.reporters import Progress
+from synth.collecting.running import collect
+from synth.collecting.simulated import Fault, simulated_runner
+from synth.collecting.slots import Limits
 from synth.errors import SynthError
 
 CELL = (1, 64, 7)
@@ -97,9 +93,11 @@ import multiprocessing, sys
 sys.path.insert(0, sys.argv[3])
 from pathlib import Path
 from made_up import LARGE, SMALL, small_plan
-from synth.collecting import SilentReporter, collect, simulated_runner
+from synth.collecting.reporters import Reporter
+from synth.collecting.running import collect
+from synth.collecting.simulated import simulated_runner
 
-class Pids(SilentReporter):
+class Pids(Reporter):
     def on_worker(self, worker, text):
         print(*(p.pid for p in multiprocessing.active_children()), flush=True)
 
@@ -171,7 +169,7 @@ def test_ctrl_c_reaches_only_the_parent(table: Path, tmp_path: Path) -> None:
 def test_a_run_that_was_stopped_marks_no_cell_when_it_goes_on(
     table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(running, "_AWAY_S", 0.5)
+    monkeypatch.setattr(run, "_AWAY_S", 0.5)
 
     class Absent(Listener):
         """Stops the worker and the run for longer than a timing may take."""

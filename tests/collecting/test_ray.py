@@ -12,7 +12,11 @@ from test_running import Listener, all_keys, keys
 
 import synth
 from synth.choosing.plan import Cell
-from synth.collecting import GPU_RUNNER, Progress, collect, read_journal, simulated_runner
+from synth.collecting.journal import read_journal
+from synth.collecting.reporters import Progress
+from synth.collecting.runner import GPU_RUNNER
+from synth.collecting.running import collect
+from synth.collecting.simulated import simulated_runner
 from synth.errors import SynthError
 
 ray: Any = pytest.importorskip("ray", reason="Ray isn't installed (extra 'ray')")

@@ -1,22 +1,19 @@
 from __future__ import annotations
 
-import gzip
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from made_timings import H200, timings_of
+from inline import InlinePool
 from made_up import DEVICE, SMALL, small_plan
 
-from synth.collecting import InlinePool, RunnerSpec, add_file, collect, journal_to_measurements
+from synth.collecting.results import add_file, journal_to_measurements
+from synth.collecting.runner import RunnerSpec
+from synth.collecting.running import collect
 from synth.errors import SynthError
 from synth.flashinfer.tactics import load_table
-from synth.timings.files import read, write
 from synth.timings.folders import load_shapes
-from synth.timings.origin import DEFAULT_POLICY, Origin
-from synth.timings.rows import Problem, Row
 
 
 def run(spec: RunnerSpec, journal: Path, **options: object) -> Path:
@@ -99,27 +96,6 @@ def test_flat_tables_can_be_added(tmp_path: Path) -> None:
     (part,) = load_shapes(path)
     assert part.shape == SMALL.shape and len(part) == 90
     assert part.passes == {1: {"source": "flat.csv"}, 3: {"source": "flat.csv"}}
-
-
-def test_adding_keeps_what_is_there_and_the_file_when_refused(tmp_path: Path) -> None:
-    def added(row: Row, origin: Origin = H200, problems: list[Problem] | None = None) -> Path:
-        part = timings_of([row], origin)
-        (path,) = add_file(write(part, tmp_path / "new"), tmp_path / "m", problems=problems)
-        return path
-
-    path = added(Row(1, 1, 1, 0, 1.5))
-    assert added(Row(1, 1, 2, 0, 1.5)) == path
-    assert len(read(path)) == 2
-    before = path.read_bytes()
-    cold = Origin.make("NVIDIA H200", "sm90", "bf16", policy={**DEFAULT_POLICY, "l2": "cold"})
-    for other in (cold, replace(H200, simulated=True)):
-        with pytest.raises(SynthError, match="keep them in separate folders"):
-            added(Row(1, 1, 4, 0, 1.5), other)
-        assert path.read_bytes() == before
-    problems: list[Problem] = []
-    path.write_bytes(gzip.compress(gzip.decompress(before) + b"junk\n"))
-    added(Row(1, 1, 4, 0, 1.5), problems=problems)
-    assert len(read(path)) == 3 and len(problems) == 1
 
 
 @pytest.mark.parametrize(

@@ -11,30 +11,24 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from inline import InlinePool
 from made_up import DEVICE, FAILING, LARGE, SMALL, small_plan
 
 from synth.choosing.picks import Pick, Seen
 from synth.choosing.plan import Cell, Plan, PlanSummary, estimate_memory, timing_seconds
-from synth.collecting import (
-    CollectSummary,
-    Fault,
-    InlinePool,
-    Progress,
-    RunnerSpec,
-    SilentReporter,
-    SimulatedRunner,
-    collect,
-    read_journal,
-    simulated_runner,
-)
 from synth.collecting import worker as worker_module
+from synth.collecting.journal import read_journal
+from synth.collecting.reporters import CollectSummary, Progress, Reporter
+from synth.collecting.runner import RunnerSpec
+from synth.collecting.running import collect
+from synth.collecting.simulated import Fault, SimulatedRunner, simulated_runner
 from synth.errors import SynthError
 from synth.timings.folders import load_shapes
 
 Key = tuple[int, int, int, int, int]
 
 
-class Listener(SilentReporter):
+class Listener(Reporter):
     """Keeps what it hears."""
 
     def __init__(self) -> None:

@@ -6,13 +6,15 @@ import time
 from pathlib import Path
 
 import pytest
+from inline import InlinePool
 from made_up import DEVICE, FAILING, SMALL, small_plan
 from rich.console import Console
 
 from synth.choosing.plan import timing_seconds
-from synth.collecting import Fault, InlinePool, RichReporter, SimulatedRunner, TacticError, collect, simulated_runner
-from synth.collecting.reporters import duration
-from synth.errors import SynthError
+from synth.collecting.reporters import RichReporter, duration
+from synth.collecting.running import collect
+from synth.collecting.simulated import Fault, SimulatedRunner, simulated_runner
+from synth.errors import SynthError, TacticError
 from synth.timings.folders import load_shapes
 
 

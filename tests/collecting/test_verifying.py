@@ -10,14 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from inline import InlinePool
 
 from synth.catalog.shapes import MoEShape
 from synth.choosing.choose import choose
 from synth.choosing.plan import Layer
+from synth.choosing.spots import outlook
 from synth.cli import main
-from synth.collecting import Fault, InlinePool, running, simulated_runner
+from synth.collecting import running
 from synth.collecting.numbers import ComparatorSpec, Patience
-from synth.collecting.verifying import Verification, outlook, verify
+from synth.collecting.simulated import Fault, simulated_runner
+from synth.collecting.verifying import Verification, verify
 from synth.errors import SynthError
 from synth.flashinfer.tactics import Tactic
 from synth.performance.fitting import save

@@ -11,7 +11,7 @@ from synth.checking.check import check
 from synth.choosing.choose import choose
 from synth.choosing.plan import Layer, make_plan
 from synth.choosing.sources import analytical_source
-from synth.configs.model import ConfigEntry
+from synth.configs.model import Entry
 from synth.configs.v1 import dumps_json
 from synth.flashinfer.keys import file_keys
 from synth.flashinfer.legality import illegal_ids
@@ -45,7 +45,7 @@ def test_check_finds_an_entry_that_cannot_run(tmp_path: Path) -> None:
     for stage in STAGES:
         for bucket, tactic in ((64, 26), (128, 24)):
             (key, *_) = file_keys(DEPLOYMENT, "vllm", bucket, stage, "sm120")
-            entries.append(ConfigEntry(key, tactic - 20 * (stage == 1), 1.0, 1.1, 0.1, 2))
+            entries.append(Entry(key, tactic - 20 * (stage == 1), 1.0, 1.1, 0.1, 2))
     path.write_bytes(dumps_json(build_metadata(DEVICE.name, "0.7.4", {}), entries))
     found = [f for f in check(path) if f.code == "tactic-cant-run"]
     assert len(found) == 1 and "needs 102400 bytes" in found[0].message and "(64," in found[0].key
