@@ -189,6 +189,18 @@ def test_every_file_that_a_page_names_is_there(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_every_script_that_a_page_runs_is_there_and_has_its_options(page: Path) -> None:
+    text = page.read_text()
+    code = "\n".join([*blocks(page), *re.findall(r"`([^`\n]+)`", text)])
+    for script, rest in re.findall(r"(?<![\w/])(benchmarks/\w+\.py)(.*)", code):
+        assert (ROOT / script).is_file(), script
+        # Those that several scripts share are given to them by a module of theirs.
+        source = "\n".join(p.read_text() for p in [ROOT / script, *(ROOT / "benchmarks" / "studies").glob("*.py")])
+        options = [word for word in shlex.split(rest, comments=True) if word.startswith("--")]
+        assert [option for option in options if f'"{option}"' not in source] == [], script
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_modules_that_a_page_names_by_their_room_are_there(page: Path) -> None:
     rooms = "|".join(p.name for p in (ROOT / "synth").iterdir() if p.is_dir() and p.name.isidentifier())
     named = re.findall(rf"`((?:{rooms})/[\w./]+)`", page.read_text())
