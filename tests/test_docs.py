@@ -1,8 +1,13 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,7 +23,11 @@ from synth.configs.sidecar import sidecar_path
 from synth.timings.origin import Origin
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+README = ROOT / "README.md"
+INDEX = ROOT / "docs" / "README.md"
+PAGES = sorted([README, *(ROOT / "docs").glob("*.md")])
+#: Two pages are called README.md.
+IDS = [page.relative_to(ROOT).as_posix() for page in PAGES]
 PAGE = ROOT / "docs" / "rtx-pro-6000.md"
 SERVER = "NVIDIA RTX PRO 6000 Blackwell Server Edition"
 
@@ -69,10 +78,11 @@ def emit_line() -> list[str]:
     return next(found for _, found in commands(PAGE) if found[:1] == ["emit"] and "--device" in found)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_every_command_of_a_page_parses(page: Path) -> None:
     found = commands(page)
-    assert len(found) > 5
+    # The index says what pages answer, and quotes no command.
+    assert len(found) > 5 or page == INDEX
     for line, arguments in found:
         try:
             parse(arguments)
@@ -105,11 +115,116 @@ def test_the_reference_is_what_the_commands_say() -> None:
 
 
 def test_the_readme_has_every_command_in_its_table() -> None:
-    (table,) = re.findall(
-        r"^\| \| \|\n\|---\|---\|\n(\| `synth .*?)\n\n", (ROOT / "README.md").read_text(), re.M | re.S
+    section = README.read_text().split("\n## Commands\n")[1].split("\n## ")[0]
+    rows = [row.strip("| ").split(" | ") for row in section.splitlines() if "`synth " in row and row.startswith("|")]
+    named = {title: re.findall(r"`(?:synth )?([a-z]+)`", cells) for title, cells in rows}
+    assert named == {title: [str(c.name) for c in commands] for title, commands in SECTIONS.items()}
+
+
+def test_the_page_of_commands_has_a_section_for_each() -> None:
+    titles = re.findall(r"^## (.*)$", (ROOT / "docs" / "commands.md").read_text(), re.MULTILINE)
+    named = [name for title in titles for name in re.findall(r"\w+", title.replace(" and ", " "))]
+    assert sorted(named) == sorted(str(c.name) for commands in SECTIONS.values() for c in commands)
+
+
+def test_the_readme_can_be_read_at_one_go() -> None:
+    assert len(README.read_text().split()) <= 1500
+
+
+def test_the_first_screen_of_the_readme_says_whether_what_how_and_how_back() -> None:
+    screen = "\n".join(README.read_text().splitlines()[:60])
+    marks = (
+        "## Do you need it?",
+        "## What you get",
+        "## Three ways",
+        "**Serve now.**",
+        "**Tune your own card.**",
+        "**Contribute",
+        "**Undo.**",
     )
-    named = re.findall(r"`(?:synth )?([a-z]+)`", " ".join(row.split("|")[1] for row in table.splitlines()))
-    assert named == [str(c.name) for commands in SECTIONS.values() for c in commands]
+    assert sorted(marks, key=screen.index) == list(marks)
+    # Each of the three has three commands.
+    assert [block.count("synth ") for block in re.findall(r"^```\n(.*?)^```$", screen, re.M | re.S)] == [3, 3, 3]
+
+
+def test_every_page_is_listed_in_the_index() -> None:
+    listed = re.findall(r"^\| \[(.*?)\]\(\1\) \|", INDEX.read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(page.name for page in PAGES if page.parent == INDEX.parent and page != INDEX)
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that a page's headings have, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_every_relative_link_of_a_page_leads_somewhere(page: Path) -> None:
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if link.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{page.name}: {link}"
+        assert target.is_relative_to(ROOT), f"{page.name}: {link}"
+        assert not anchor or anchor in anchors(target), f"{page.name}: {link}"
+
+
+def named_files(page: Path) -> Iterator[str]:
+    """Yield what a page names in its blocks and code spans that looks like a file or folder of the checkout."""
+    text = page.read_text()
+    code = [*blocks(page), *re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S))]
+    for piece in code:
+        for path in re.findall(r"(?<![\w./~-])(?:synth|tests|docs|\.ci)/[\w./-]*", piece):
+            # A name in capitals stands for any.
+            if not re.search(r"[A-Z]{3}", path):
+                yield path
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_every_file_that_a_page_names_is_there(page: Path) -> None:
+    assert [path for path in named_files(page) if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_every_script_that_a_page_runs_is_there_and_has_its_options(page: Path) -> None:
+    text = page.read_text()
+    code = "\n".join([*blocks(page), *re.findall(r"`([^`\n]+)`", text)])
+    for script, rest in re.findall(r"(?<![\w/])(benchmarks/\w+\.py)(.*)", code):
+        assert (ROOT / script).is_file(), script
+        # Those that several scripts share are given to them by a module of theirs.
+        source = "\n".join(p.read_text() for p in [ROOT / script, *(ROOT / "benchmarks" / "studies").glob("*.py")])
+        options = [word for word in shlex.split(rest, comments=True) if word.startswith("--")]
+        assert [option for option in options if f'"{option}"' not in source] == [], script
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_modules_that_a_page_names_by_their_room_are_there(page: Path) -> None:
+    rooms = "|".join(p.name for p in (ROOT / "synth").iterdir() if p.is_dir() and p.name.isidentifier())
+    named = re.findall(rf"`((?:{rooms})/[\w./]+)`", page.read_text())
+    assert [path for path in named if not (ROOT / "synth" / path).exists()] == []
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_installed_command_completes_as_the_readme_says(shell: str) -> None:
+    assert f"_SYNTH_COMPLETE={shell}_source synth" in README.read_text()
+    program = shutil.which("synth", path=Path(sys.executable).parent)
+    if program is None:
+        pytest.skip("synth isn't installed here")
+
+    def run(variables: dict[str, str]) -> str:
+        done = subprocess.run([program], capture_output=True, text=True, env=os.environ | variables)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    script = run({"_SYNTH_COMPLETE": f"{shell}_source"})
+    assert f"_SYNTH_COMPLETE={shell}_complete" in script
+    # bash and zsh count the words; fish gives the word that stands there.
+    at = "em" if shell == "fish" else "1"
+    offered = run({"_SYNTH_COMPLETE": f"{shell}_complete", "COMP_WORDS": "synth em", "COMP_CWORD": at})
+    assert re.findall(r"\w+", offered)[:2] == ["plain", "emit"]
 
 
 def test_help_lists_every_command_under_its_section_in_one_line() -> None:
@@ -123,7 +238,7 @@ def test_help_lists_every_command_under_its_section_in_one_line() -> None:
             assert text[at:].splitlines()[0].endswith(command.short_help)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_devices_of_a_page_are_known(page: Path) -> None:
     text = page.read_text()
     named = [a[a.index("--device") + 1] for _, a in commands(page) if "--device" in a]
@@ -134,7 +249,7 @@ def test_devices_of_a_page_are_known(page: Path) -> None:
             assert len(found) > 1 or found[0].name == name
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_config_names_of_a_page_are_those_that_emit_writes(page: Path) -> None:
     configs = [Path(config_name(device)) for device in load_devices()]
     known = {p.name for config in configs for p in (config, sidecar_path(config))}
@@ -169,9 +284,9 @@ def test_the_measurements_file_of_the_page_is_where_timings_go() -> None:
     assert PAGE.read_text().count(path) == 2
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if p.name != "README.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_environment_variables_of_a_page_are_known(page: Path) -> None:
-    sources = [ROOT / "README.md", *(ROOT / "synth").rglob("*.py")]
+    sources = list((ROOT / "synth").rglob("*.py"))
     if (spec := find_spec("flashinfer")) is not None and spec.origin is not None:
         sources.append(Path(spec.origin).parent / "jit" / "core.py")
     else:

@@ -97,6 +97,21 @@ def test_the_core_needs_neither_torch_nor_flashinfer(installed: Path) -> None:
     assert any(n.startswith("torch") for n in needs)
 
 
+def test_the_metadata_say_for_whom_it_is_and_for_which_python(installed: Path) -> None:
+    (path,) = installed.glob("*.dist-info/METADATA")
+    metadata = email.message_from_string(path.read_text(encoding="utf-8"))
+    assert metadata["Name"] == "flashinfer-synth"
+    assert metadata["Requires-Python"] == ">=3.10"
+    assert metadata.get_payload() == (ROOT / "README.md").read_text(encoding="utf-8")
+    assert {"flashinfer", "ray", "test"} <= set(metadata.get_all("Provides-Extra") or [])
+    classifiers = metadata.get_all("Classifier") or []
+    versions = {c.rpartition(" ")[2] for c in classifiers if c.startswith("Programming Language :: Python :: 3.")}
+    assert versions == {"3.10", "3.11", "3.12", "3.13"}
+    assert any(c.startswith("Topic :: ") for c in classifiers)
+    known = pytest.importorskip("trove_classifiers", reason="hatchling's trove-classifiers isn't installed")
+    assert set(classifiers) <= known.classifiers
+
+
 def test_the_sdist_carries_the_tests_and_builds_no_other_folder(tmp_path: Path) -> None:
     with tarfile.open(build("sdist", tmp_path)) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames()}

@@ -19,7 +19,7 @@ from synth.catalog.shapes import MoEShape
 from synth.catalog.untrusted import printable
 from synth.configs.model import Config, Entry, Meaning
 from synth.configs.reading import read
-from synth.configs.sidecar import Record
+from synth.configs.sidecar import Record, belongs
 from synth.errors import SynthError
 from synth.flashinfer.keys import Call, Key
 from synth.flashinfer.tactics import DEFAULT_FLASHINFER, Tactic
@@ -279,6 +279,9 @@ def compare(
 
 def _load(file: Path | Config, flashinfer: str, device: str | None) -> _File:
     config = read(file) if isinstance(file, Path) else file
+    if config.path is not None and config.sha256 and not belongs(config.path, config.sha256):
+        # Reading it says what is wrong; one that belongs is read only where tactics differ.
+        _ = config.sidecar
     version, guessed = _version(config, flashinfer)
     contract = None
     with contextlib.suppress(SynthError):

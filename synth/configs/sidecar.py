@@ -19,6 +19,8 @@ SOURCES = ("measured", "verified", "predicted", "analytical")
 #: The H200's sidecar for the whole catalogue has 19 MiB.
 _MAX_BYTES = 128 << 20
 _SUFFIX = ".provenance.json"
+#: Within so many bytes a sidecar names the digest of its config.
+_HEAD_BYTES = 200
 
 
 class Record(NamedTuple):
@@ -139,6 +141,18 @@ class Sidecar:
 def sidecar_path(config: Path) -> Path:
     """Return where a config's sidecar is: beside it."""
     return config.with_name(config.name + _SUFFIX)
+
+
+def belongs(config: Path, sha256: str) -> bool:
+    """Tell whether there is no sidecar beside a config, or one whose first line names the config's digest.
+
+    So much can be told without reading all of it.
+    """
+    path = sidecar_path(config)
+    if not path.is_file():
+        return not os.path.lexists(path)
+    with path.open("rb") as f:
+        return sha256.encode() in f.read(_HEAD_BYTES)
 
 
 def read(config: Path, sha256: str) -> Sidecar | None:

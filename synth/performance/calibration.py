@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import expit, logit
 
 from synth.performance.geometry import Floats
 from synth.performance.model import PerformanceModel
@@ -95,6 +94,7 @@ def correction(probability: Floats, hit: NDArray[np.bool_]) -> tuple[float, floa
     """
     # Not with the module: only fitting takes its time.
     from scipy.optimize import minimize
+    from scipy.special import logit
 
     x = logit(np.clip(probability, _LEAST, 1.0 - _LEAST))
     y = hit.astype(np.float64)
@@ -110,6 +110,8 @@ def correction(probability: Floats, hit: NDArray[np.bool_]) -> tuple[float, floa
 
 def corrected(probability: Floats, by: tuple[float, float]) -> Floats:
     """Return probabilities corrected by an intercept and a slope on their logit."""
+    from scipy.special import expit, logit
+
     return np.asarray(expit(by[0] + by[1] * logit(np.clip(probability, _LEAST, 1.0 - _LEAST))))
 
 

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import expit, ndtr
 
 from synth.catalog.devices import Device
 from synth.errors import SynthError
@@ -220,6 +219,8 @@ def work(sites: Sites, site: Ints, tactic: Ints, columns: TacticColumns, hardwar
 def _smooth_ceil(waves: Floats, sd: Floats, tiles: Floats) -> Floats:
     """Return E[ceil(W)] for a normal W, at least the waves themselves and the chance of having a tile at all."""
     start = np.maximum(np.floor(waves - 4.0 * sd), 0.0)
+    from scipy.special import ndtr
+
     steps = np.ceil(8.0 * sd) + 2.0
     result = start.copy()
     for j in range(_CEIL_STEPS):
@@ -329,6 +330,8 @@ def modelled_ms(x: Floats, w: Work, c: TacticColumns, hardware: Hardware) -> Flo
     w, c
         The cells' work, and the tactic of each.
     """
+    from scipy.special import expit
+
     g = dict(zip(_NAMES, x, strict=True))
     exp = np.exp
     area = c.m * c.n / 16384.0

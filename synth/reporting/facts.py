@@ -211,7 +211,6 @@ def load(path: Path) -> Facts:
     """
     config = read(path)
     sidecar = config.sidecar
-    check_sidecar(config)
     said = _object(sidecar.head if sidecar else config.provenance)
     gpu = config.named_gpu or (_text(said.get("device")) if sidecar else "")
     flashinfer = _text(config.said.get("flashinfer_version")) or (_text(said.get("flashinfer")) if sidecar else "")
@@ -219,6 +218,7 @@ def load(path: Path) -> Facts:
     arch = device.tactics_arch if device is not None else ""
     if sidecar is not None:
         choices = tuple(_choice(path, i, record) for i, record in enumerate(sidecar.records, 1))
+        check_sidecar(config)
         unreadable = 0
     else:
         choices, unreadable = _choices_of_keys(config, arch, flashinfer)
