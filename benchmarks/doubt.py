@@ -24,7 +24,7 @@ from studies import plotting
 from studies.replaying import LOOKED_AT, Point, hold_out_and_replay
 from studies.scripts import Script, by_option, plots_option, print_json, quant_option, tables_of, timings_options
 
-from synth.catalog.shapes import family_of
+from synth.catalog.models import family_of
 from synth.choosing.choose import choose
 from synth.commands.options import json_option
 from synth.errors import SynthError

@@ -34,9 +34,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from studies.public import fit_constants, grouped, read_folder
 
 from synth.catalog.devices import get_device
+from synth.catalog.models import deployments, find_layer, load_models, select
 from synth.catalog.paths import shipped
 from synth.catalog.schemes import STAGES
-from synth.catalog.shapes import deployments, find_layer, load_models, select
 from synth.choosing.anchors import with_anchors
 from synth.choosing.choose import choose
 from synth.choosing.emission import Source, emit

@@ -33,7 +33,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import whole_layers
 from whole_layers import ServedLayer
 
-from synth.catalog.shapes import Deployment, MoEShape, find_model
+from synth.catalog.models import find_model
+from synth.catalog.shapes import Deployment, MoEShape
 from synth.errors import SynthError
 from synth.gpu.layer import FALLBACK as FALLBACK_PAIR
 from synth.timings.records import TOLERANCE

@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from studies.scripts import Script, print_json, tables_of, timings_options
 
+from synth.catalog.models import family_of
 from synth.catalog.schemes import STAGES
-from synth.catalog.shapes import family_of
 from synth.choosing.choose import SURE_GAIN, tactic_mask
 from synth.commands.options import json_option
 from synth.errors import SynthError

@@ -29,8 +29,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from synth.catalog.devices import get_device
+from synth.catalog.models import find_layer, select
 from synth.catalog.paths import find_model, readable
-from synth.catalog.shapes import find_layer, select
 from synth.choosing.plan import Layer, Plan, make_plan, summarize
 from synth.choosing.spots import THRESHOLD
 from synth.collecting.gpus import gpu_name

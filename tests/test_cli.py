@@ -18,7 +18,8 @@ from click.testing import CliRunner, Result
 from synth import __version__
 from synth.catalog import paths
 from synth.catalog.devices import get_device
-from synth.catalog.shapes import MoEShape, deployments, load_models
+from synth.catalog.models import deployments, load_models
+from synth.catalog.shapes import MoEShape
 from synth.choosing.anchors import ANCHORS
 from synth.cli import main
 from synth.flashinfer.buckets import token_buckets

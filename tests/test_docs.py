@@ -81,8 +81,8 @@ def emit_line() -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_every_command_of_a_page_parses(page: Path) -> None:
     found = commands(page)
-    # The index says what pages answer, and quotes no command.
-    assert len(found) > 5 or page == INDEX
+    # The index says what pages answer, the page of the API what Python is told: neither quotes commands.
+    assert len(found) > 5 or (page.name in ("api.md", INDEX.name) and page.parent == INDEX.parent)
     for line, arguments in found:
         try:
             parse(arguments)

@@ -23,7 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from synth.catalog.devices import Device, get_device
-from synth.catalog.shapes import MoEShape, load_models, padded_shape
+from synth.catalog.models import load_models
+from synth.catalog.shapes import MoEShape, padded_shape
 from synth.errors import SynthError
 from synth.flashinfer.tactics import DEFAULT_FLASHINFER, load_table
 from synth.performance.geometry import Floats

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from synth.catalog.shapes import MoEShape, deployments, load_models
+from synth.catalog.models import deployments, load_models
+from synth.catalog.shapes import MoEShape
 from synth.choosing.plan import Layer, estimate_memory
 
 #: How many layers are enough: with more, each gets too few timings in a minute.

@@ -118,6 +118,18 @@ class Emission:
         """Whether any entry is analytical."""
         return any(t.entries.get("analytical") for t in self.tallies)
 
+    def save(self, path: Path | str) -> Path:
+        """Write the config to a path, and its sidecar beside it, both or neither; returns the path.
+
+        Raises
+        ------
+        SynthError
+            When they can't be written.
+        """
+        target = Path(path)
+        write([self], [target])
+        return target
+
 
 class NothingToWriteError(SynthError):
     """Every entry is left out.

@@ -37,7 +37,7 @@ def models(as_json: bool) -> None:
     """List the public MoE models of the catalogue."""
     import dataclasses
 
-    from synth.catalog.shapes import load_models
+    from synth.catalog.models import load_models
 
     if as_json:
         click.echo(json.dumps([dataclasses.asdict(m) for m in load_models()], indent=1))

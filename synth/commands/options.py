@@ -15,7 +15,8 @@ from synth.flashinfer.tactics import DEFAULT_FLASHINFER
 
 if TYPE_CHECKING:
     from synth.catalog.devices import Device
-    from synth.catalog.shapes import Deployment, Model
+    from synth.catalog.models import Model
+    from synth.catalog.shapes import Deployment
     from synth.timings.table import Timings
 
 
@@ -83,7 +84,8 @@ def wanted_layers(
     name: str | None,
 ) -> list[Deployment]:
     """Return the deployments that the layer options ask for, each in a quantization of `quants`."""
-    from synth.catalog.shapes import find_layer, load_models, model_from_config, select
+    from synth.catalog.checkpoints import model_from_config
+    from synth.catalog.models import find_layer, load_models, select
 
     by_hand = {"--hidden": hidden, "--inter": inter, "--experts": experts, "--top-k": top_k}
     given = [option for option, value in by_hand.items() if value is not None]
@@ -106,7 +108,7 @@ def wanted_layers(
 
 
 def _by_hand(name: str, hidden: int, inter: int, experts: int, top_k: int, activation: str) -> Model:
-    from synth.catalog.shapes import Model
+    from synth.catalog.models import Model
 
     return Model(name, name, hidden, inter, experts, top_k, activation, quants=QUANTS, source="given by hand")
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from synth.catalog.models import family_of
 from synth.catalog.schemes import STAGES
-from synth.catalog.shapes import family_of
 from synth.errors import SynthError
 from synth.performance.calibration import covered, interval_factor
 from synth.performance.geometry import Floats, Ints, least_by

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import numpy as np
 
+from synth.catalog.paths import readable
 from synth.catalog.schemes import STAGES
 from synth.catalog.shapes import MoEShape
 from synth.errors import SynthError
-from synth.flashinfer.tactics import Tactic, TacticTable
+from synth.flashinfer.tactics import DEFAULT_FLASHINFER, Tactic, TacticTable
 from synth.timings.files import SUFFIX, open_file
 from synth.timings.origin import Origin
 from synth.timings.rows import COLUMNS, Problem, Row, hand_over, tactic_table
@@ -55,6 +56,38 @@ def load(
         damaged (other than cut short), or its tactics contradict this FlashInfer version's table.
     """
     return combine(load_shapes(roots, device, quant, flashinfer, problems=problems))
+
+
+def load_timings(
+    device: str, quant: str, flashinfer: str = DEFAULT_FLASHINFER, *, measurements: Path | None = None
+) -> Timings:
+    """Return all timings of one GPU in one quantization: one's own and the shipped ones.
+
+    Parameters
+    ----------
+    device : str
+        The GPU's name as torch reports it.
+    measurements : Path, optional
+        Folder of one's own, in place of the usual one.
+
+    Raises
+    ------
+    SynthError
+        When there are none, or they were taken under several timing policies.
+
+    Examples
+    --------
+    >>> import synth
+    >>> timings = synth.load_timings("NVIDIA H200", "fp8")
+    >>> len(timings.shapes), timings.origin.flashinfer
+    (18, '0.7.4')
+    """
+    folders = readable("measurements", measurements)
+    found = [t for t in load(folders, device, quant, flashinfer) if not t.origin.simulated]
+    if len(found) != 1:
+        what = "no timings" if not found else f"timings under {len(found)} policies"
+        raise SynthError(f"{what} of {device} {quant}, FlashInfer {flashinfer}, in {', '.join(map(str, folders))}")
+    return found[0]
 
 
 def load_shapes(

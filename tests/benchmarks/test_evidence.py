@@ -22,7 +22,8 @@ from studies import public
 from studies.public import LAYER_COLUMNS, fit_constants, read_folder
 
 from synth.catalog.devices import get_device
-from synth.catalog.shapes import MoEShape, load_models, padded_shape
+from synth.catalog.models import load_models
+from synth.catalog.shapes import MoEShape, padded_shape
 from synth.errors import SynthError
 from synth.flashinfer.tactics import load_table
 from synth.performance.analytical import analytical_model, structure, suspects

@@ -15,7 +15,7 @@ from transfer import TransferScore, main, transfers
 from transfer import tables as print_tables
 
 from synth.catalog import paths
-from synth.catalog.shapes import family_of
+from synth.catalog.models import family_of
 from synth.performance.evaluation import Judge
 from synth.timings.files import read, write
 from synth.timings.folders import load

@@ -9,21 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from synth.catalog import shapes
+from synth.catalog import models
+from synth.catalog.checkpoints import model_from_config
+from synth.catalog.models import Model, deployments, family_of, find_model, load_models, select
 from synth.catalog.schemes import QUANTS
-from synth.catalog.shapes import (
-    ACTIVATIONS,
-    Model,
-    MoEShape,
-    check_supported,
-    deployments,
-    family_of,
-    find_model,
-    load_models,
-    model_from_config,
-    padded_shape,
-    select,
-)
+from synth.catalog.shapes import ACTIVATIONS, MoEShape, check_supported, padded_shape
 from synth.errors import SynthError, UnsupportedShapeError
 
 SHAPES = st.builds(
@@ -678,7 +668,7 @@ def test_activations_are_flashinfers() -> None:
 def test_a_model_given_by_hand_needs_only_its_layer() -> None:
     model = Model("mine", "mine", hidden=4096, inter=1536, experts=128, top_k=8)
     assert model.deploy(4, 1, "nvfp4").label == "mine-tp4"
-    assert shapes.family_of("mine-tp4") == "mine"
+    assert family_of("mine-tp4") == "mine"
 
 
 @pytest.mark.parametrize(
@@ -695,8 +685,8 @@ def test_a_model_given_by_hand_needs_only_its_layer() -> None:
 def test_a_wrong_row_of_the_catalogue_is_one_line(change: dict[str, Any], says: str) -> None:
     layer = {"hidden": 4096, "inter": 1408, "experts": 128, "top_k": 8}
     row = {"name": "m", "family": "f", "layer": layer, "quants": ["bf16"], "deployments": [[1, 1]], "source": "s"}
-    assert shapes._model(row).name == "m"
+    assert models._model(row).name == "m"
     row = {k: v for k, v in {**row, **change}.items() if v is not ...}
     with pytest.raises(SynthError, match=says) as e:
-        shapes._model(row)
+        models._model(row)
     assert "\n" not in str(e.value)

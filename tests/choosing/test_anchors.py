@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from synth.catalog.shapes import MoEShape, deployments, find_model, load_models
+from synth.catalog.models import deployments, find_model, load_models
+from synth.catalog.shapes import MoEShape
 from synth.choosing.anchors import ANCHORS, anchors
 from synth.choosing.plan import Layer, estimate_memory
 

@@ -18,7 +18,8 @@ import pytest
 
 from synth import __version__
 from synth.catalog.devices import get_device
-from synth.catalog.shapes import Deployment, MoEShape, find_model
+from synth.catalog.models import find_model
+from synth.catalog.shapes import Deployment, MoEShape
 from synth.choosing.emission import (
     FORMATS,
     Emission,
@@ -348,7 +349,7 @@ _EMIT = """
 import hashlib, sys
 from pathlib import Path
 from synth.catalog.devices import get_device
-from synth.catalog.shapes import find_model
+from synth.catalog.models import find_model
 from synth.choosing.emission import Source, emit
 from synth.timings.folders import load
 from synth.performance.model import PerformanceModel

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from synth.catalog.shapes import MoEShape, find_model
+from synth.catalog.models import find_model
+from synth.catalog.shapes import MoEShape
 from synth.choosing.plan import (
     SLOW,
     Batch,

@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 
 from synth.catalog import paths
 from synth.catalog.devices import find_devices, get_device
-from synth.catalog.shapes import find_model
+from synth.catalog.models import find_model
 from synth.choosing import choose as choosing
 from synth.cli import main
 from synth.configs.reading import read

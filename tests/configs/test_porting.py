@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from synth.catalog.devices import get_device
-from synth.catalog.shapes import Deployment, deployments, find_layer, load_models
+from synth.catalog.models import deployments, find_layer, load_models
+from synth.catalog.shapes import Deployment
 from synth.checking.check import check
 from synth.cli import main
 from synth.configs import module

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from synth.catalog.devices import Device, load_devices
+from synth.catalog.models import find_layer
 from synth.catalog.schemes import STAGES
-from synth.catalog.shapes import MoEShape, check_supported, find_layer, why_unsupported
+from synth.catalog.shapes import MoEShape, check_supported, why_unsupported
 from synth.errors import UnsupportedShapeError
 from synth.flashinfer.legality import (
     READ_IN,

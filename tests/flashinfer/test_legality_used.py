@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from synth.catalog.devices import get_device
+from synth.catalog.models import find_model
 from synth.catalog.schemes import STAGES
-from synth.catalog.shapes import find_model
 from synth.checking.check import check
 from synth.choosing.choose import choose
 from synth.choosing.plan import Layer, make_plan

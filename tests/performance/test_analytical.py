@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from synth.catalog.devices import Device, get_device, load_devices
+from synth.catalog.models import deployments, load_models
 from synth.catalog.schemes import QUANTS, STAGES
-from synth.catalog.shapes import MoEShape, deployments, load_models
+from synth.catalog.shapes import MoEShape
 from synth.choosing.choose import SURE_GAIN
 from synth.choosing.emission import Emission, emit
 from synth.choosing.sources import analytical_source

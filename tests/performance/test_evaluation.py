@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from synth.catalog.shapes import MoEShape, family_of
+from synth.catalog.models import family_of
+from synth.catalog.shapes import MoEShape
 from synth.errors import SynthError
 from synth.flashinfer.tactics import load_table
 from synth.performance import evaluation

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from synth.catalog.devices import Device, get_device, load_devices
+from synth.catalog.models import deployments, load_models
 from synth.catalog.schemes import QUANTS, STAGES
-from synth.catalog.shapes import MoEShape, deployments, load_models
+from synth.catalog.shapes import MoEShape
 from synth.choosing.emission import bucket_union
 from synth.choosing.sources import analytical_source
 from synth.errors import SynthError

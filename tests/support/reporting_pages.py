@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from synth.catalog.devices import get_device
-from synth.catalog.shapes import find_layer, select
+from synth.catalog.models import find_layer, select
 from synth.choosing.emission import emit, write
 from synth.choosing.sources import Source, analytical_source
 from synth.configs.sidecar import sidecar_path
