@@ -38,10 +38,11 @@ from synth.collecting.runner import GPU_RUNNER, RunnerSpec
 from synth.collecting.running import collect
 from synth.collecting.simulated import simulated_runner
 from synth.collecting.verifying import BUDGET_S, Verification, comparator_of, report, verify
+from synth.commands.printing import verification
 from synth.errors import SynthError
 from synth.flashinfer.tactics import DEFAULT_FLASHINFER
 from synth.performance.model import PerformanceModel, predictor
-from synth.reporting.console import table, verification
+from synth.reporting.console import table
 from synth.timings.folders import load
 
 #: Seconds of starting processes and choosing that a layer takes beside its sweep and its spot checks.

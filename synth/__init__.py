@@ -5,15 +5,7 @@ What notebooks and other tools need is here, and is imported when it is first us
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from synth.catalog.checkpoints import layer
-    from synth.checking.check import check
-    from synth.choosing.answers import choose, emit, predict
-    from synth.configs.porting import port
-    from synth.configs.reading import read as read_config
-    from synth.timings.folders import load_timings
+from typing import Any
 
 __version__ = "0.1.0"
 

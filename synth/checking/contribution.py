@@ -15,9 +15,8 @@ from pathlib import Path
 from synth.catalog.devices import Device, get_device
 from synth.catalog.schemes import STAGES
 from synth.catalog.shapes import MoEShape
-from synth.choosing.emission import config_name
 from synth.configs.matching import check_sidecar
-from synth.configs.model import Entry
+from synth.configs.model import Entry, module_name
 from synth.configs.module import dumps_bundled
 from synth.configs.reading import read
 from synth.configs.sidecar import Record, Sidecar, sidecar_path
@@ -108,7 +107,7 @@ class Contribution:
     @property
     def module_name(self) -> str:
         """The file name by which FlashInfer's loader finds the module."""
-        return config_name(self.device, "bundled")
+        return module_name(self.device.name)
 
 
 def prepare(

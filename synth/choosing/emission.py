@@ -18,7 +18,7 @@ from synth.catalog.schemes import STAGES
 from synth.catalog.shapes import Deployment, MoEShape
 from synth.choosing.choose import Choice, choose
 from synth.choosing.sources import Source
-from synth.configs.model import BUNDLED_PREFIX, Entry
+from synth.configs.model import Entry, module_name
 from synth.configs.module import dumps_bundled
 from synth.configs.sidecar import SOURCES, Record, Sidecar, sidecar_path
 from synth.configs.v1 import dumps_json
@@ -273,7 +273,7 @@ def _origin_of(source: Source) -> dict[str, Any]:
 def config_name(device: Device, file_format: str = "json") -> str:
     """Return what a device's config is called: FlashInfer finds a bundled one by its name."""
     if file_format == "bundled":
-        return f"{BUNDLED_PREFIX}{device.name.replace(' ', '_')}.py"
+        return module_name(device.name)
     return f"synth-{device.slug}.json"
 
 

@@ -85,7 +85,7 @@ def collect(
     from synth.collecting.reporters import RichReporter
     from synth.collecting.running import collect as run
     from synth.collecting.simulated import timing_place
-    from synth.reporting.console import collect_summary, plan_summary
+    from synth.commands.printing import collect_summary, plan_summary
 
     if full + (budget is not None) + (fraction is not None) > 1:
         raise SynthError("give one of --budget, --fraction and --full")
@@ -201,8 +201,9 @@ def verify(
     from synth.collecting.simulated import timing_place
     from synth.collecting.verifying import comparator_of, report
     from synth.collecting.verifying import verify as run
+    from synth.commands.printing import standings, verification
     from synth.flashinfer.buckets import token_buckets
-    from synth.reporting.console import problems, standings, verification
+    from synth.reporting.console import problems
 
     if wrong and not simulate:
         raise SynthError("--wrong goes with --simulate")

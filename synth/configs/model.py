@@ -34,6 +34,11 @@ _ANY_KEY = re.compile(r"\('([^']{1,200})', '[^']{1,200}', \(")
 _ALIKE = 0.6
 
 
+def module_name(gpu: str) -> str:
+    """Return the file name by which FlashInfer finds a GPU's bundled module."""
+    return f"{BUNDLED_PREFIX}{gpu.replace(' ', '_')}.py"
+
+
 @dataclass(frozen=True)
 class Meaning:
     """What an entry is about, as far as its key and its id tell under one FlashInfer version.
